@@ -1,0 +1,469 @@
+"""
+Multi-Head Attention Residuals (MHAR, arXiv 2607.27230) beside everything the paper compares it with.
+
+The model is a pre-norm decoder in the Qwen3 recipe: RMSNorm, SwiGLU, grouped-query attention with RMSNorm on q and k,
+RoPE, no biases, no dropout, embedding and LM head tied. What differs between the five modes is only how the outputs of
+earlier sublayers reach the next one. That is the job of the *residual stream*, a function that takes the newest
+sublayer output and returns the next sublayer's input:
+
+    h = stream(embed(idx))            # call 0: the embedding is source 0, h is the read of site 0
+    for f in sublayers:               # attention, MLP, attention, MLP, ... : 2L of them, each with its own pre-norm
+        h = stream(f(h))              # call i+1: the raw output of sublayer i is source i+1, h the read of site i+1
+    logits = head(norm(h))            # site 2L is the final read
+
+    baseline   Additive           h is the running sum
+    hyper      HyperConnections   h is a learned mix of n parallel streams (arXiv 2409.19606)
+    attnres    DepthRouting       h is a softmax mix of all sources, one query over the whole width (arXiv 2603.15031)
+    mhar       DepthRouting       the same with H queries, each over its own slice of the width
+    delta      DeltaRouting       h is the running sum + gate * a read over block deltas (arXiv 2605.18855)
+
+Symbols: B batch, T tokens, D width, L layers, H routing heads, N sources readable at a site, S = 2L+1 sites.
+Equation numbers are not used: sections refer to the MHAR paper unless another one is named.
+"""
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+checkpointed = partial(checkpoint, use_reentrant=False)
+
+MODES = ("baseline", "hyper", "attnres", "mhar", "delta")
+
+# the paper's three scales, and one that trains on a laptop
+SCALES = {
+    "tiny": dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=128, d_ff=384, block_size=128),
+    "100m": dict(n_layer=12, n_head=8, n_kv_head=4, n_embd=512, d_ff=1536, block_size=2048),
+    "350m": dict(n_layer=24, n_head=16, n_kv_head=8, n_embd=1024, d_ff=4096, block_size=1024),
+    "1b": dict(n_layer=36, n_head=16, n_kv_head=8, n_embd=1280, d_ff=5120, block_size=1024),
+}
+
+@dataclass
+class GPTConfig:
+    mode: str                       # one of MODES
+    vocab_size: int
+    block_size: int                 # the longest sequence, T
+    n_layer: int                    # L
+    n_head: int                     # attention heads; not the routing heads
+    n_kv_head: int
+    n_embd: int                     # D
+    d_ff: int                       # hidden width of the SwiGLU
+    head_dim: int | None = None     # of attention; None: n_embd / n_head
+    qk_norm: bool = True            # RMSNorm per head on q and k, before the rotation
+    route_heads: int = 8            # H, of mhar and delta; attnres always has one
+    delta_blocks: int = 8           # blocks whose deltas the delta mode reads
+    hc_streams: int = 4             # n, parallel streams of hyper-connections
+    norm_eps: float = 1e-6
+    rope_theta: float = 1e4
+    rope_scaling: dict | None = None
+    tie_embeddings: bool = True
+    kernel: str = "auto"            # depth reads: auto, fused or eager
+    grad_checkpoint: bool = False   # recompute sublayers and reads in backward instead of storing their insides
+
+    def __post_init__(self):
+        """Raises ValueError, with the numbers, for fields that do not fit together."""
+        for name, accepted in (("mode", MODES), ("kernel", ("auto", "fused", "eager")), ("rope_scaling", (None,))):
+            if getattr(self, name) not in accepted:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {accepted}")
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "d_ff", "route_heads",
+                     "delta_blocks", "hc_streams"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected a positive integer")
+        if self.mode == "attnres":
+            self.route_heads = 1
+        for name, divisor, matters in (("n_head", "n_kv_head", True), ("n_embd", "n_head", self.head_dim is None),
+                                       ("n_embd", "route_heads", self.mode in ("mhar", "delta"))):
+            if matters and getattr(self, name) % getattr(self, divisor):
+                raise ValueError(f"{name} {getattr(self, name)} is not a multiple of {divisor} {getattr(self, divisor)}")
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}, RoPE needs an even number")
+
+def upcast(x):
+    """fp32 for half-precision tensors, fp64 stays: norms, softmaxes, gates and stream maps never run in bf16."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+# ---------------------------------------------------------------- the depth read
+
+def route_weights(sources, q, g, H, eps=1e-6):
+    """
+    The depth attention of one site (section 3): H independent softmaxes over the N sources,
+
+        k_n = RMSNorm_g(s_n)  over the full width D,     a_nh = softmax_n( q_h . k_n[h] ),     q_h = q[hD/H : (h+1)D/H]
+
+    with no 1/sqrt(d) and no bias. (The paper's listing normalises each slice; its equation and code the full row, as here.)
+
+    sources: list of N [B, T, D], or one [N, B, T, D].  q, g: [D].  Returns a [N, B, T, H], fp32 (fp64 for fp64 sources).
+    Raises ValueError if there is no source, if q or g is not [D], or if H does not divide D.
+    """
+    if len(sources) == 0:
+        raise ValueError("a depth read needs at least one source, got none")
+    D = sources[0].size(-1)
+    if q.shape != (D,) or g.shape != (D,):
+        raise ValueError(f"q and g must have shape ({D},), the sources' width; got {tuple(q.shape)} and {tuple(g.shape)}")
+    if H < 1 or D % H:
+        raise ValueError(f"{H} routing heads do not divide the width {D}")
+    s = upcast(sources if torch.is_tensor(sources) else torch.stack(list(sources)))       # [N, B, T, D]
+    k = F.rms_norm(s, (D,), g.to(s.dtype), eps)                                           # [N, B, T, D]
+    return (k * q.to(s.dtype)).unflatten(-1, (H, D // H)).sum(-1).softmax(0)              # [N, B, T, H]
+
+def route_ref(sources, q, g, H, eps=1e-6):
+    """
+    The depth read (section 3): read[h] = sum_n a_nh s_n[h]. Values are the raw sources; H = 1 is Attention Residuals.
+
+    Takes what `route_weights` takes. Returns [B, T, D] in the sources' dtype: all in fp32 inside, rounded once at the end.
+    This function is the contract of the fused kernel. With one source it returns that source, and dq = dg = 0 exactly.
+    """
+    s = sources if torch.is_tensor(sources) else torch.stack(list(sources))               # [N, B, T, D]
+    a = route_weights(s, q, g, H, eps)                                                    # [N, B, T, H]
+    read = (a.unsqueeze(-1) * upcast(s).unflatten(-1, (H, -1))).sum(0)                    # [B, T, H, D/H]
+    return read.flatten(-2).to(s.dtype)
+
+# ---------------------------------------------------------------- the five residual streams: each module holds the parameters of its mode, `stream()` starts the state of one forward
+
+class Additive(nn.Module):
+    """baseline: h_{i+1} = h_i + f_i(norm(h_i))."""
+    def __init__(self, c):
+        super().__init__()
+
+    def stream(self, route):
+        h = 0
+
+        def step(x):                                        # x [B, T, D], the newest sublayer output
+            nonlocal h
+            h = h + x
+            return h
+        return step
+
+class DepthRouting(nn.Module):
+    """attnres (H = 1) and mhar: h_i = read of site i over sources 0..i. There is no running sum."""
+    def __init__(self, c):
+        super().__init__()
+        self.H, self.eps = c.route_heads, c.norm_eps
+        self.q = nn.Parameter(torch.empty(2 * c.n_layer + 1, c.n_embd))     # one row per site, the final read included
+        self.g = nn.Parameter(torch.empty(2 * c.n_layer + 1, c.n_embd))
+
+    def stream(self, route):
+        sources, q, g = [], self.q.unbind(), self.g.unbind()
+
+        def step(s):                                        # s [B, T, D]: source i, and the read of site i comes back
+            i = len(sources)
+            sources.append(s)
+            return route(sources, q[i], g[i], self.H, self.eps)
+        return step
+
+class DeltaRouting(nn.Module):
+    """
+    delta: h_i = p_i + gate_i * read_i, with p the intact running sum, so that a trained baseline can be converted.
+
+    Sources of a site: its null vector, the embedding, and p_end - p_start of every finished block of layers; block b
+    holds layers floor(b L/n) .. floor((b+1) L/n) - 1. There is no final read. Gate zero makes it the baseline exactly.
+    """
+    def __init__(self, c):
+        super().__init__()
+        self.H, self.eps, self.n_site = c.route_heads, c.norm_eps, 2 * c.n_layer
+        n = min(c.delta_blocks, c.n_layer)
+        self.starts = {2 * (b * c.n_layer // n) for b in range(n)}          # sites at which a block starts
+        self.q = nn.Parameter(torch.empty(self.n_site, c.n_embd))
+        self.g = nn.Parameter(torch.empty(self.n_site, c.n_embd))
+        self.null = nn.Parameter(torch.empty(self.n_site, c.n_embd))
+        self.gate = nn.Parameter(torch.empty(self.n_site, 1))
+
+    def stream(self, route):
+        i, p, p_start, sources = -1, 0, 0, []
+        q, g, null, gate = self.q.unbind(), self.g.unbind(), self.null.unbind(), self.gate.unbind()
+
+        def step(x):                                        # x [B, T, D]
+            nonlocal i, p, p_start
+            i, p = i + 1, p + x
+            if i == self.n_site:
+                return p
+            if i in self.starts:                            # the delta of the block before; at site 0 the embedding
+                sources.append(p - p_start)
+                p_start = p
+            read = route([null[i].to(p.dtype).expand_as(p), *sources], q[i], g[i], self.H, self.eps)
+            return (upcast(p) + gate[i] * upcast(read)).to(p.dtype)
+        return step
+
+class HyperConnections(nn.Module):
+    """
+    hyper: n parallel streams X [n, D] per token (arXiv 2409.19606, static and dynamic). Before sublayer i, with
+    N = RMSNorm(X):
+
+        A = static_A + scale_A tanh(N W_A)   [n, 1+n]   column 0 reads, the others mix       h_i = A[:, 0]^T X
+        b = static_b + scale_b tanh(N w_b)   [n]        writes                               X  <- A[:, 1:]^T X + b f_i(h_i)
+
+    The embedding is repeated n times at the start, the streams are summed at the end. It starts as the baseline, up to a
+    scale that the next norm removes: the read is one-hot (stream i mod n), the mix the identity, the write all ones.
+    """
+    def __init__(self, c):
+        super().__init__()
+        self.n, self.eps, self.n_site = c.hc_streams, c.norm_eps, 2 * c.n_layer
+        S, n, D = self.n_site, self.n, c.n_embd
+        self.static_A, self.static_b = nn.Parameter(torch.empty(S, n, 1 + n)), nn.Parameter(torch.empty(S, n))
+        self.W_A, self.w_b = nn.Parameter(torch.empty(S, D, 1 + n)), nn.Parameter(torch.empty(S, D, 1))
+        self.scale_A, self.scale_b = nn.Parameter(torch.empty(S)), nn.Parameter(torch.empty(S))
+        self.norm = nn.Parameter(torch.empty(S, D))         # gains
+
+    def maps(self, X, i):
+        """X [B, T, n, D] fp32 -> A [B, T, n, 1+n], b [B, T, n, 1], for sublayer i."""
+        N = F.rms_norm(X, X.shape[-1:], self.norm[i].to(X.dtype), self.eps)
+        A = self.static_A[i] + self.scale_A[i] * torch.tanh(N @ self.W_A[i].to(X.dtype))
+        b = self.static_b[i, :, None] + self.scale_b[i] * torch.tanh(N @ self.w_b[i].to(X.dtype))
+        return A, b
+
+    def stream(self, route):
+        i, X, b = -1, None, None                            # X [B, T, n, D] in the compute dtype
+
+        def step(x):                                        # x [B, T, D]
+            nonlocal i, X, b
+            i += 1
+            with torch.autocast(x.device.type, enabled=False):              # the maps stay fp32
+                u = upcast(x).unsqueeze(2)                                  # [B, T, 1, D]
+                X32 = u.expand(-1, -1, self.n, -1) if i == 0 else upcast(X) + b * u
+                if i == self.n_site:
+                    return X32.sum(2).to(x.dtype)
+                A, b = self.maps(X32, i)
+                mix = (A.mT @ X32).to(x.dtype)                              # [B, T, 1+n, D]
+            X = mix[:, :, 1:]
+            return mix[:, :, 0]
+        return step
+
+# ---------------------------------------------------------------- the sublayers
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(dim)), eps
+
+    def forward(self, x):
+        return F.rms_norm(upcast(x), x.shape[-1:], upcast(self.weight), self.eps).to(x.dtype)
+
+def rotate(x, cos, sin):
+    """RoPE in the half-split layout. x [B, T, heads, d]; cos, sin fp32 [T, 1, d/2]. Rounded once, at the end."""
+    a, b = upcast(x).chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+class Attention(nn.Module):
+    """Causal grouped-query attention, its pre-norm included: x [B, T, D] -> [B, T, D]."""
+    def __init__(self, c):
+        super().__init__()
+        self.head_dim = d = c.head_dim
+        self.norm = RMSNorm(c.n_embd, c.norm_eps)
+        self.q_proj = nn.Linear(c.n_embd, c.n_head * d, bias=False)
+        self.k_proj = nn.Linear(c.n_embd, c.n_kv_head * d, bias=False)
+        self.v_proj = nn.Linear(c.n_embd, c.n_kv_head * d, bias=False)
+        self.o_proj = nn.Linear(c.n_head * d, c.n_embd, bias=False)
+        self.q_norm = RMSNorm(d, c.norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(d, c.norm_eps) if c.qk_norm else nn.Identity()
+
+    def forward(self, x, rope, kv=None):
+        x = self.norm(x)
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope)  # [B, T, heads, d]
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)    # [B, heads, T, d]
+        if kv is not None:                                  # generation: this layer's cache, a dict that keeps all k, v
+            if kv:
+                k, v = torch.cat((kv["k"], k), 2), torch.cat((kv["v"], v), 2)
+            kv.update(k=k, v=v)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1, enable_gqa=True)
+        return self.o_proj(y.transpose(1, 2).flatten(-2))
+
+class MLP(nn.Module):
+    """SwiGLU, its pre-norm included: x [B, T, D] -> [B, T, D]."""
+    def __init__(self, c):
+        super().__init__()
+        self.norm = RMSNorm(c.n_embd, c.norm_eps)
+        self.gate_proj = nn.Linear(c.n_embd, c.d_ff, bias=False)
+        self.up_proj = nn.Linear(c.n_embd, c.d_ff, bias=False)
+        self.down_proj = nn.Linear(c.d_ff, c.n_embd, bias=False)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+class Block(nn.Module):
+    """The two sublayers of a layer. It has no forward: the residual stream runs between them."""
+    def __init__(self, c):
+        super().__init__()
+        self.attn, self.mlp = Attention(c), MLP(c)
+
+# ---------------------------------------------------------------- the model
+
+@torch.no_grad()
+def init_weights(module):
+    """
+    All initialisation (section 4). It draws nothing for the residual streams, so equal seeds give equal sublayers in every mode.
+
+        parameter                               start value
+        embedding, every projection             N(0, 0.02)      (the LM head is the embedding when tied)
+        gains of all norms, g of the reads      1
+        q, null, gate of the reads              0               each depth softmax starts as a plain average
+        hyper: static_A, static_b               read one-hot (i mod n), mix identity; write ones
+        hyper: W_A, w_b; scale_A, scale_b       0; 0.01
+    """
+    for m in module.modules():
+        if isinstance(m, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(m.weight, std=0.02)
+        elif isinstance(m, RMSNorm):
+            m.weight.fill_(1.0)
+        elif isinstance(m, DepthRouting):
+            m.q.zero_(), m.g.fill_(1.0)
+        elif isinstance(m, DeltaRouting):
+            m.q.zero_(), m.g.fill_(1.0), m.null.zero_(), m.gate.zero_()
+        elif isinstance(m, HyperConnections):
+            m.static_b.fill_(1.0), m.static_A.zero_(), m.static_A[:, :, 1:].copy_(torch.eye(m.n))
+            for i in range(m.n_site):
+                m.static_A[i, i % m.n, 0] = 1.0
+            m.W_A.zero_(), m.w_b.zero_(), m.scale_A.fill_(0.01), m.scale_b.fill_(0.01), m.norm.fill_(1.0)
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = c = config
+        self.embed = nn.Embedding(c.vocab_size, c.n_embd)
+        self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
+        self.residual = {"baseline": Additive, "hyper": HyperConnections, "attnres": DepthRouting,
+                         "mhar": DepthRouting, "delta": DeltaRouting}[c.mode](c)
+        self.final_norm = RMSNorm(c.n_embd, c.norm_eps)
+        self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
+        if c.tie_embeddings:
+            self.lm_head.weight = self.embed.weight
+        if c.kernel == "fused":
+            raise ValueError("kernel is 'fused', but this version has no fused router; use auto or eager")
+        init_weights(self)
+
+    def rope(self, pos):
+        """pos [T] -> cos, sin, fp32 [T, 1, head_dim/2]. Computed on the fly: a buffer would follow `.to(bfloat16)`."""
+        d = self.config.head_dim
+        freq = self.config.rope_theta ** (torch.arange(0, d, 2, device=pos.device, dtype=torch.float32) / -d)
+        angle = (pos.float()[:, None] * freq)[:, None]
+        return angle.cos(), angle.sin()
+
+    def rope_cos(self, pos):
+        """The rotary cosines of position `pos`, fp32 [head_dim/2]."""
+        return self.rope(torch.tensor([pos], device=self.embed.weight.device))[0].flatten()
+
+    def hidden(self, idx, kv=None, route=route_ref):
+        """
+        idx int64 [B, T] -> final read after the last norm, [B, T, D].
+        kv: one dict per layer, the key/value cache of generation; then idx continues the cached tokens. (The depth history
+        needs no cache: reads mix sources of one token only, and each new token brings its own.)
+        route: the depth read. Everything that reads over depth goes through this one argument.
+        """
+        c, pos0 = self.config, kv[0]["k"].size(2) if kv and kv[0] else 0
+        if pos0 + idx.size(1) > c.block_size:
+            raise ValueError(f"{pos0 + idx.size(1)} tokens are more than block_size {c.block_size}")
+        device = idx.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
+        run = checkpointed if c.grad_checkpoint and torch.is_grad_enabled() else (lambda f, *args: f(*args))
+        rope = self.rope(torch.arange(pos0, pos0 + idx.size(1), device=idx.device))
+
+        stream = self.residual.stream(lambda sources, *args: run(route, tuple(sources), *args))
+        h = stream(self.embed(idx).to(dtype))
+        for layer, block in enumerate(self.blocks):
+            h = stream(run(block.attn, h, rope, kv and kv[layer]))
+            h = stream(run(block.mlp, h))
+        return self.final_norm(h)
+
+    def forward(self, idx, targets=None):
+        """idx, targets int64 [B, T] -> logits [B, T, vocab_size], and the mean cross-entropy in nats (None without targets)."""
+        logits = self.lm_head(self.hidden(idx))
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(upcast(logits).flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
+        """
+        Continues idx int64 [B, T] by max_new_tokens sampled tokens, with a key/value cache; temperature 0 is greedy.
+        Past block_size the context is the last block_size tokens and the cache is rebuilt at each step (positions shift).
+        """
+        kv = None
+        for _ in range(max_new_tokens):
+            if kv is None or idx.size(1) > self.config.block_size:
+                kv, new = [{} for _ in self.blocks], idx[:, -self.config.block_size:]
+            else:
+                new = idx[:, -1:]
+            logits = upcast(self.lm_head(self.hidden(new, kv)[:, -1]))      # [B, vocab_size]
+            if temperature == 0:
+                token = logits.argmax(-1, keepdim=True)
+            else:
+                logits = logits / temperature
+                if top_k is not None:
+                    kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                    logits = logits.masked_fill(logits < kth, float("-inf"))
+                token = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            idx = torch.cat((idx, token), 1)
+        return idx
+
+    @torch.no_grad()
+    def depth_weights(self, idx):
+        """What each head reads: a list over sites of fp32 [N, B, T, H], each summing to 1 over N. idx int64 [B, T]."""
+        if self.config.mode in ("baseline", "hyper"):
+            raise ValueError(f"mode {self.config.mode!r} has no depth weights; attnres, mhar and delta have")
+        weights = []
+
+        def route(*args):
+            weights.append(route_weights(*args).float())
+            return route_ref(*args)
+        self.hidden(idx, route=route)
+        return weights
+
+    def num_params(self):
+        """All parameters; a tied matrix counts once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def query_parameters(self):
+        """The queries [sites, D] of the depth reads; empty in baseline and hyper."""
+        return [p for n, p in self.residual.named_parameters() if n == "q"]
+
+    def null_parameters(self):
+        """The null vectors [2L, D] of delta mode; empty in the others."""
+        return [p for n, p in self.residual.named_parameters() if n == "null"]
+
+    def configure_optimizer(self, lr, weight_decay, betas=(0.9, 0.95), eps=1e-8, decay="all"):
+        """
+        AdamW in two groups: with weight decay and without. By role, never by shape:
+        decay="all"      the paper's: everything decays, except the residual parameters of delta and hyper
+        decay="matrices" the usual split: only embedding and projections decay
+        """
+        if decay not in ("all", "matrices"):
+            raise ValueError(f"decay is {decay!r}, expected all or matrices")
+        matrices = {id(m.weight) for m in self.modules() if isinstance(m, (nn.Linear, nn.Embedding))}
+        exempt = {id(p) for p in self.residual.parameters()} if self.config.mode in ("delta", "hyper") else set()
+        groups = ([], [])
+        for p in self.parameters():
+            groups[id(p) in exempt or (decay == "matrices" and id(p) not in matrices)].append(p)
+        groups = [dict(params=ps, weight_decay=wd) for ps, wd in zip(groups, (weight_decay, 0.0)) if ps]
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=self.embed.weight.is_cuda)
+
+    def estimate_flops(self):
+        """
+        FLOPs per token, forward + backward, at T = block_size: 6 (2 forward, 4 backward) per product, which are the parameters,
+        attention (causal half) and routing: the score and the mix of each source in each read.
+        """
+        c, sites, n = self.config, 2 * self.config.n_layer, self.config.hc_streams
+        products = 0                                        # of D numbers, per token; a source in a read takes two
+        if c.mode in ("attnres", "mhar"):
+            products = 2 * sum(i + 1 for i in range(sites + 1))
+        elif c.mode == "delta":
+            products = 2 * sum(1 + sum(s <= i for s in self.residual.starts) for i in range(sites))
+        elif c.mode == "hyper":
+            products = sites * (n * (n + 2) + n * (n + 1) + n)     # maps, mix, write
+        return 6 * (self.num_params() + c.n_layer * c.n_head * c.head_dim * c.block_size + products * c.n_embd)
+
+def convert_to_delta(model, route_heads=8, delta_blocks=8):
+    """
+    Grafts delta routing onto a baseline, in place, and returns it: same logits, bit for bit, until the gates move.
+    Raises ValueError for any other mode, and if route_heads does not divide the width.
+    """
+    if model.config.mode != "baseline":
+        raise ValueError(f"only a baseline converts to delta, this model is {model.config.mode!r}")
+    config = replace(model.config, mode="delta", route_heads=route_heads, delta_blocks=delta_blocks)
+    residual = DeltaRouting(config).to(model.embed.weight)
+    init_weights(residual)
+    model.config, model.residual = config, residual
+    return model
