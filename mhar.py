@@ -85,7 +85,17 @@ def upcast(x):
     """fp32 for half-precision tensors, fp64 stays: norms, softmaxes, gates and stream maps never run in bf16."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
+def rms_norm(x, gain, eps):
+    """RMSNorm over the last axis, in fp32. (Written out: compiled by torch 2.11, F.rms_norm gave g a wrong gradient in reads.)"""
+    x = upcast(x)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain.to(x.dtype)
+
 # ---------------------------------------------------------------- the depth read
+
+def stack(sources):
+    if len(sources) == 0:
+        raise ValueError("a depth read needs at least one source, got none")
+    return sources if torch.is_tensor(sources) else torch.stack(list(sources))
 
 def route_weights(sources, q, g, H, eps=1e-6):
     """
@@ -98,15 +108,13 @@ def route_weights(sources, q, g, H, eps=1e-6):
     sources: list of N [B, T, D], or one [N, B, T, D].  q, g: [D].  Returns a [N, B, T, H], fp32 (fp64 for fp64 sources).
     Raises ValueError if there is no source, if q or g is not [D], or if H does not divide D.
     """
-    if len(sources) == 0:
-        raise ValueError("a depth read needs at least one source, got none")
-    D = sources[0].size(-1)
+    s = upcast(stack(sources))                                                            # [N, B, T, D]
+    D = s.size(-1)
     if q.shape != (D,) or g.shape != (D,):
         raise ValueError(f"q and g must have shape ({D},), the sources' width; got {tuple(q.shape)} and {tuple(g.shape)}")
     if H < 1 or D % H:
         raise ValueError(f"{H} routing heads do not divide the width {D}")
-    s = upcast(sources if torch.is_tensor(sources) else torch.stack(list(sources)))       # [N, B, T, D]
-    k = F.rms_norm(s, (D,), g.to(s.dtype), eps)                                           # [N, B, T, D]
+    k = rms_norm(s, g, eps)                                                               # [N, B, T, D]
     return (k * q.to(s.dtype)).unflatten(-1, (H, D // H)).sum(-1).softmax(0)              # [N, B, T, H]
 
 def route_ref(sources, q, g, H, eps=1e-6):
@@ -116,12 +124,13 @@ def route_ref(sources, q, g, H, eps=1e-6):
     Takes what `route_weights` takes. Returns [B, T, D] in the sources' dtype: all in fp32 inside, rounded once at the end.
     This function is the contract of the fused kernel. With one source it returns that source, and dq = dg = 0 exactly.
     """
-    s = sources if torch.is_tensor(sources) else torch.stack(list(sources))               # [N, B, T, D]
+    s = stack(sources)                                                                    # [N, B, T, D]
     a = route_weights(s, q, g, H, eps)                                                    # [N, B, T, H]
     read = (a.unsqueeze(-1) * upcast(s).unflatten(-1, (H, -1))).sum(0)                    # [B, T, H, D/H]
     return read.flatten(-2).to(s.dtype)
 
-# ---------------------------------------------------------------- the five residual streams: each module holds the parameters of its mode, `stream()` starts the state of one forward
+# ---------------------------------------------------------------- the five residual streams
+# each module holds the parameters of its mode; `stream()` starts the state of one forward
 
 class Additive(nn.Module):
     """baseline: h_{i+1} = h_i + f_i(norm(h_i))."""
@@ -209,7 +218,7 @@ class HyperConnections(nn.Module):
 
     def maps(self, X, i):
         """X [B, T, n, D] fp32 -> A [B, T, n, 1+n], b [B, T, n, 1], for sublayer i."""
-        N = F.rms_norm(X, X.shape[-1:], self.norm[i].to(X.dtype), self.eps)
+        N = rms_norm(X, self.norm[i], self.eps)
         A = self.static_A[i] + self.scale_A[i] * torch.tanh(N @ self.W_A[i].to(X.dtype))
         b = self.static_b[i, :, None] + self.scale_b[i] * torch.tanh(N @ self.w_b[i].to(X.dtype))
         return A, b
@@ -239,7 +248,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.empty(dim)), eps
 
     def forward(self, x):
-        return F.rms_norm(upcast(x), x.shape[-1:], upcast(self.weight), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps).to(x.dtype)
 
 def rotate(x, cos, sin):
     """RoPE in the half-split layout. x [B, T, heads, d]; cos, sin fp32 [T, 1, d/2]. Rounded once, at the end."""

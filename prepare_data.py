@@ -6,8 +6,8 @@ Text to token files: one train.bin, one val.bin (raw token ids) and meta.json, i
 
 Text, Markdown and source files are one document each; .jsonl and .parquet one document a row. The end-of-text token follows
 every document. A document is held out if the hash of its text, as a fraction of the hash range, is below --val_frac: the
-same text never lands on both sides. Input streams through: memory holds two batches of documents per worker, or the largest
-document. The output is byte-identical for any number of workers, and appears only when it is complete.
+same text never lands on both sides. Input streams through: memory holds 8 MB of documents per worker, or the largest document.
+The output is byte-identical for any number of workers, and appears only when it is complete.
 """
 import argparse
 import base64
@@ -18,16 +18,18 @@ import json
 import lzma
 import os
 import shutil
+import signal
 import sys
 import sysconfig
-import tempfile
 import time
 import unicodedata
+import urllib.request
+import zlib
 from collections import Counter
 from itertools import islice
 
 import numpy as np
-import tiktoken
+import tiktoken.load
 
 TEXT = (".txt .md .rst .tex .html .css .js .ts .py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .kt .swift .rb .pl .php .cs .scala "
         ".hs .ml .lua .r .jl .sh .sql .toml .yaml .yml").split()
@@ -54,22 +56,28 @@ def get_encoding(name):
     if name not in tiktoken.list_encoding_names():
         raise ValueError(f"encoding is {name!r}, expected bytes, a tokenizer.json or .tiktoken file, or a tiktoken name: "
                          + ", ".join(tiktoken.list_encoding_names()))
+    tiktoken.load.read_file = download                       # tiktoken's own waits for ever
+    return tiktoken.get_encoding(name)
+
+def download(url):
     try:
-        return cf.ThreadPoolExecutor(1).submit(tiktoken.get_encoding, name).result(timeout=25)       # it may have to download
-    except Exception as e:
-        url = getattr(getattr(e, "request", None), "url", None) or f"{name}.tiktoken"
-        cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "data-gym-cache")
-        raise ValueError(f"encoding {name} needs {url}, which is not in tiktoken's cache {cache} and could not be downloaded. Save "
-                         f"it as {hashlib.sha1(url.encode()).hexdigest()} in a folder that TIKTOKEN_CACHE_DIR names, or take "
-                         "--encoding bytes, which needs no file") from e
+        with urllib.request.urlopen(url, timeout=20) as f:
+            return f.read()
+    except OSError as e:
+        raise ValueError(f"{url} is not in tiktoken's cache and could not be downloaded ({e}). On a machine with internet save it as "
+                         f"{hashlib.sha1(url.encode()).hexdigest()}, put it in a folder here and set TIKTOKEN_CACHE_DIR to that folder; "
+                         "or take --encoding bytes, which needs no file") from None
 
 def is_file(name):
     return name.endswith((".json", ".tiktoken"))
 
 def encoding_from_ranks(path):
     """A file of lines "base64 rank": qwen.tiktoken, cl100k_base.tiktoken, Llama-3's tokenizer.model under that ending."""
-    with open(path, "rb") as f:
-        ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in f if line.strip())}
+    try:
+        with open(path, "rb") as f:
+            ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, f)}
+    except ValueError as e:
+        raise ValueError(f"{path} is no rank file of lines 'base64 rank' ({e})") from None
     if len(ranks) not in RANK_FILES:
         raise ValueError(f"{path} has {len(ranks)} ranks, expected one of {list(RANK_FILES)} (GPT-2, cl100k, Llama-3, Qwen); "
                          "for any other tokenizer give its tokenizer.json, which holds the split pattern")
@@ -77,44 +85,52 @@ def encoding_from_ranks(path):
     return tiktoken.Encoding(path, pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": eot})
 
 def encoding_from_json(path):
-    """A Hugging Face tokenizer.json with byte-level BPE. Each setting that changes the tokens is honoured or refused by name."""
+    """
+    A Hugging Face tokenizer.json with byte-level BPE. Each setting that changes the tokens of plain text is honoured or refused
+    by name; added tokens are never matched in text.
+    """
     with open(path, encoding="utf-8") as f:
         spec = json.load(f)
-    model, pre, norm = spec["model"], spec.get("pre_tokenizer") or {}, (spec.get("normalizer") or {}).get("type")
-    *splits, level = pre["pretokenizers"] if pre.get("type") == "Sequence" else [pre]
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]   # GPT-2 writes these bytes as themselves, the rest from 256 on
-    byte = {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*shown}))}
-    special = {t["content"]: t["id"] for t in spec.get("added_tokens") or []}
-    eot = next((special[t] for t in END_OF_TEXT if t in special), None)
-    for bad, what in (
-            (model.get("type") != "BPE", f"model type {model.get('type')}"), (norm not in (None, "NFC"), f"normalizer {norm}"),
-            *((model.get(k), f"{k} {model.get(k)}") for k in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")),
-            (level.get("type") != "ByteLevel", f"pre-tokenizer {level.get('type')}"), (len(splits) > 1, "several split patterns"),
-            (level.get("add_prefix_space"), "add_prefix_space"), (level.get("use_regex", True) == bool(splits), "use_regex"),
-            *((s.get("behavior") != "Isolated" or s.get("invert") or "Regex" not in s["pattern"], f"split {s}") for s in splits),
-            (eot is None, f"end of text, none of {', '.join(END_OF_TEXT)} is an added token")):
-        if bad:
-            raise ValueError(f"{path}: {what} is not supported, expected a byte-level BPE of GPT-2, Llama-3 or Qwen kind")
-    ranks = {bytes(byte[c] for c in token): i for token, i in model["vocab"].items() if token not in special}
-    merged = [model["vocab"]["".join(m.split(" ") if isinstance(m, str) else m)] for m in model["merges"]]
-    if merged != sorted(merged) or any(bytes([b]) not in ranks for b in range(256)):
-        raise ValueError(f"{path}: tiktoken needs token ids in the order of the merges, and all 256 bytes among them")
+    try:
+        model, pre, norm = spec["model"], spec["pre_tokenizer"], (spec.get("normalizer") or {}).get("type")
+        *splits, level = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
+        special = {t["content"]: t["id"] for t in spec.get("added_tokens") or []}
+        eot = next((special[t] for t in END_OF_TEXT if t in special), None)
+        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]       # GPT-2 writes these bytes as themselves,
+        byte = {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*shown}))}  # the rest from 256
+        merged = ["".join(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
+        order = [model["vocab"][token] for token in merged]
+        ranks = {bytes(byte[c] for c in token): model["vocab"][token] for token in [*byte, *merged]}
+        for bad, what in (
+                (model["type"] != "BPE", f"model type {model['type']}"), (norm not in (None, "NFC"), f"normalizer {norm}"),
+                *((model.get(k), k) for k in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")),
+                (level["type"] != "ByteLevel" or level["add_prefix_space"], f"pre-tokenizer {level}"),
+                (len(splits) > 1 or level.get("use_regex", True) == bool(splits), f"pre-tokenizer {pre}"),
+                *((s["type"] != "Split" or s["behavior"] != "Isolated" or s["invert"] or "Regex" not in s["pattern"], f"step {s}") for s in splits),
+                (order != sorted(order), "a vocabulary that is not in the order of its merges"), (eot is None, f"no {' or '.join(END_OF_TEXT)}")):
+            if bad:
+                raise ValueError(f"{path}: {what} is not supported, expected a byte-level BPE of GPT-2, Llama-3 or Qwen kind")
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"{path} is no tokenizer.json with byte-level BPE, it lacks {e}") from None
     enc = tiktoken.Encoding(path, pat_str=splits[0]["pattern"]["Regex"] if splits else GPT2, mergeable_ranks=ranks,
                             special_tokens=special | {"<|endoftext|>": eot})
-    enc.nfc = norm == "NFC"
+    enc.nfc = norm == "NFC"                                  # the caller's job, so that it comes before the hash
     return enc
 
 def encode(enc, text):
-    """Token ids of a text. What looks like a special token is plain text."""
+    """Token ids of a text, without loss. What looks like a special token is plain text."""
     if enc.name == "bytes":
         return np.frombuffer(text.encode(), np.uint8)
     try:
-        return enc.encode_ordinary(unicodedata.normalize("NFC", text) if getattr(enc, "nfc", False) else text)
+        ids = enc.encode_ordinary(text)
     except BaseException as e:                               # the regex panics on very long runs, and not as an Exception
         if type(e).__name__ != "PanicException" or len(text) < 2:
             raise
-    half = len(text) // 2                                    # nothing is lost; a token at the cut may differ
-    return [*encode(enc, text[:half]), *encode(enc, text[half:])]
+        half = len(text) // 2                                # a token at the cut may differ
+        return encode(enc, text[:half]) + encode(enc, text[half:])
+    if enc.decode_bytes(ids) != text.encode():
+        raise ValueError(f"tokenizer {enc.name} loses text, its split pattern does not cover {text[:60]!r}")
+    return ids
 
 # ---------------------------------------------------------------- documents
 def kind(path):
@@ -122,13 +138,17 @@ def kind(path):
 
 def find_files(inputs):
     """Files and folders -> files, each once. Of a folder, sorted, whatever has a known ending; a named file must have one."""
-    files = []
+    files = {}
     for path in inputs:
         found = [path] if os.path.isfile(path) else sorted(os.path.join(d, f) for d, _, fs in os.walk(path) for f in fs)
-        if not any(map(kind, found)):
+        known = [f for f in found if kind(f) and os.path.isfile(f)]
+        if not known:
             raise ValueError(f"input {path} is or holds no file that ends in one of {' '.join(KIND)}")
-        files += filter(kind, found)
-    return list(dict.fromkeys(files))
+        if len(known) < len(found):
+            print(f"{path}: {len(found) - len(known)} files with other endings left out", file=sys.stderr)
+        for f in known:
+            files.setdefault(os.path.realpath(f), f)
+    return list(files.values())
 
 def documents(path, text_key):
     """Yields (kind, where, raw document, fraction of the file behind it)."""
@@ -156,11 +176,11 @@ def batches(files, text_key, size=1 << 20):
         try:
             for what, where, raw, fraction in documents(path, text_key):
                 batch.append((what, where, raw))
-                full += len(raw or "")
+                full += 100 + (len(raw) if isinstance(raw, (bytes, str)) else 0)
                 if full >= size:
                     yield batch, done + fraction * os.path.getsize(path)
                     batch, full = [], 0
-        except (OSError, EOFError, ValueError, lzma.LZMAError, ImportError) as e:
+        except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error, ImportError) as e:
             raise ValueError(f"{path}: {e}" + (" (pip install pyarrow)" if isinstance(e, ImportError) else "")) from None
         done += os.path.getsize(path)
     yield batch, done
@@ -170,7 +190,7 @@ def parse(what, where, raw, text_key, errors):
     text, bad = raw, 0
     if isinstance(raw, bytes):
         try:
-            text = raw.decode()
+            text = raw.decode("utf-8-sig")                   # without a byte-order mark
         except UnicodeDecodeError as e:
             if errors == "strict":
                 raise ValueError(f"{where}: byte {e.start} is not UTF-8; --errors replace goes on with U+FFFD") from None
@@ -183,8 +203,8 @@ def parse(what, where, raw, text_key, errors):
             row = json.loads(text)
             if not isinstance(row, dict) or text_key not in row:
                 raise ValueError(f"no key {text_key!r} (--text_key) in {list(row) if isinstance(row, dict) else text[:80]!r}")
-        except ValueError as e:
-            raise ValueError(f"{where}: {e}") from None
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"{where}: bad row, {e}") from None
         text = row[text_key]
     if not isinstance(text, str):
         raise ValueError(f"{where}: {text_key!r} is {text!r}, expected a string")
@@ -207,12 +227,13 @@ def work(batch):
         text, bad = parse(what, where, raw, text_key, errors)
         count.update(replaced=bad, blank=not text)
         if text:
+            text = unicodedata.normalize("NFC", text) if getattr(ENC, "nfc", False) else text
             data = text.encode()
             u = int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big") / 2**48
             split, hashes = "val" if u < val_frac else "train", [min(u, hashes[0]), max(u, hashes[1])]
-            ids[split].append(np.array([*encode(ENC, text), ENC.eot_token], token_dtype(ENC.n_vocab)))
-            count.update({(split, "documents"): 1, (split, "tokens"): len(ids[split][-1]), (split, "bytes"): len(data)})
-    return {k: np.concatenate(v) if v else np.empty(0, token_dtype(ENC.n_vocab)) for k, v in ids.items()}, count, hashes
+            ids[split] += [np.array(encode(ENC, text), token_dtype(ENC.n_vocab)), [ENC.eot_token]]
+            count.update({(split, "documents"): 1, (split, "tokens"): len(ids[split][-2]) + 1, (split, "bytes"): len(data)})
+    return {k: np.concatenate(v or [[]]).astype(token_dtype(ENC.n_vocab)) for k, v in ids.items()}, count, hashes
 
 # ---------------------------------------------------------------- token files
 def token_dtype(n_vocab):
@@ -284,24 +305,26 @@ def main(argv=None):
     p.add_argument("--val_frac", type=float, default=0.01, help="share of documents to hold out (default: %(default)s)")
     p.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: all cores)")
     p.add_argument("--errors", choices=("strict", "replace"), default="strict", help="on bytes that are not UTF-8 (default: %(default)s)")
-    args, tmp = p.parse_args(argv), None
+    args = p.parse_args(argv)
     out = os.path.abspath(args.out)
+    tmp = f"{out}.tmp-{os.getpid()}"
     try:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         if not 0 <= args.val_frac < 1 or args.workers < 1:
             raise ValueError(f"--val_frac {args.val_frac} must be in [0, 1) and --workers {args.workers} at least 1")
-        if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
+        if os.path.lexists(out):
             raise ValueError(f"--out {args.out} exists; remove it or name another folder")
-        os.makedirs(os.path.dirname(out), exist_ok=True)
-        tmp = tempfile.mkdtemp(prefix=os.path.basename(out) + ".tmp-", dir=os.path.dirname(out))
+        os.makedirs(tmp)
         meta = prepare(args, tmp)
-        os.chmod(tmp, 0o755)
-        os.replace(tmp, out)
+        os.rename(tmp, out)
     except cf.BrokenExecutor:
         sys.exit("prepare_data.py: a worker process died, perhaps out of memory; try fewer --workers")
     except (ValueError, OSError) as e:
         sys.exit(f"prepare_data.py: {e}")
+    except KeyboardInterrupt:
+        sys.exit(130)
     finally:
-        shutil.rmtree(tmp or "", ignore_errors=True)
+        shutil.rmtree(tmp, ignore_errors=True)
     print(f"{args.out}: vocabulary {meta['vocab_size']:,}, " + ", ".join(
         f"{s} {meta[s]['documents']:,} documents, {meta[s]['tokens']:,} tokens" for s in ("train", "val"))
         + f", {meta['replaced']} characters replaced, {meta['blank']} blank documents skipped")
