@@ -17,8 +17,7 @@ sublayer output and returns the next sublayer's input:
     mhar       DepthRouting       the same with H queries, each over its own slice of the width
     delta      DeltaRouting       h is the running sum + gate * a read over block deltas (arXiv 2605.18855)
 
-Symbols: B batch, T tokens, D width, L layers, H routing heads, N sources readable at a site, S = 2L+1 sites.
-Equation numbers are not used: sections refer to the MHAR paper unless another one is named.
+Symbols: B batch, T tokens, D width, L layers, H routing heads, N sources readable at a site. Sections are the MHAR paper's.
 """
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,10 +27,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-checkpointed = partial(checkpoint, use_reentrant=False)
-
 MODES = ("baseline", "hyper", "attnres", "mhar", "delta")
-
 # the paper's three scales, and one that trains on a laptop
 SCALES = {
     "tiny": dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=128, d_ff=384, block_size=128),
@@ -91,7 +87,6 @@ def rms_norm(x, gain, eps):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain.to(x.dtype)
 
 # ---------------------------------------------------------------- the depth read
-
 def stack(sources):
     if len(sources) == 0:
         raise ValueError("a depth read needs at least one source, got none")
@@ -99,12 +94,9 @@ def stack(sources):
 
 def route_weights(sources, q, g, H, eps=1e-6):
     """
-    The depth attention of one site (section 3): H independent softmaxes over the N sources,
-
+    The depth attention of one site (section 3), H independent softmaxes over the N sources, no 1/sqrt(d), no bias:
         k_n = RMSNorm_g(s_n)  over the full width D,     a_nh = softmax_n( q_h . k_n[h] ),     q_h = q[hD/H : (h+1)D/H]
-
-    with no 1/sqrt(d) and no bias. (The paper's listing normalises each slice; its equation and code the full row, as here.)
-
+    (The paper's listing normalises each slice; its equation and its code the full row, as here.)
     sources: list of N [B, T, D], or one [N, B, T, D].  q, g: [D].  Returns a [N, B, T, H], fp32 (fp64 for fp64 sources).
     Raises ValueError if there is no source, if q or g is not [D], or if H does not divide D.
     """
@@ -120,7 +112,6 @@ def route_weights(sources, q, g, H, eps=1e-6):
 def route_ref(sources, q, g, H, eps=1e-6):
     """
     The depth read (section 3): read[h] = sum_n a_nh s_n[h]. Values are the raw sources; H = 1 is Attention Residuals.
-
     Takes what `route_weights` takes. Returns [B, T, D] in the sources' dtype: all in fp32 inside, rounded once at the end.
     This function is the contract of the fused kernel. With one source it returns that source, and dq = dg = 0 exactly.
     """
@@ -139,7 +130,6 @@ class Additive(nn.Module):
 
     def stream(self, route):
         h = 0
-
         def step(x):                                        # x [B, T, D], the newest sublayer output
             nonlocal h
             h = h + x
@@ -151,12 +141,11 @@ class DepthRouting(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.H, self.eps = c.route_heads, c.norm_eps
-        self.q = nn.Parameter(torch.empty(2 * c.n_layer + 1, c.n_embd))     # one row per site, the final read included
-        self.g = nn.Parameter(torch.empty(2 * c.n_layer + 1, c.n_embd))
+        sites = 2 * c.n_layer + 1                           # the final read included
+        self.q, self.g = (nn.Parameter(torch.empty(sites, c.n_embd)) for _ in range(2))
 
     def stream(self, route):
         sources, q, g = [], self.q.unbind(), self.g.unbind()
-
         def step(s):                                        # s [B, T, D]: source i, and the read of site i comes back
             i = len(sources)
             sources.append(s)
@@ -167,23 +156,20 @@ class DeltaRouting(nn.Module):
     """
     delta: h_i = p_i + gate_i * read_i, with p the intact running sum, so that a trained baseline can be converted.
 
-    Sources of a site: its null vector, the embedding, and p_end - p_start of every finished block of layers; block b
-    holds layers floor(b L/n) .. floor((b+1) L/n) - 1. There is no final read. Gate zero makes it the baseline exactly.
+    Sources of a site: its null vector, the embedding, and p_end - p_start of every finished block of layers; block b holds
+    layers floor(b L/n) .. floor((b+1) L/n) - 1. There is no final read. Gate zero makes it the baseline exactly.
     """
     def __init__(self, c):
         super().__init__()
         self.H, self.eps, self.n_site = c.route_heads, c.norm_eps, 2 * c.n_layer
         n = min(c.delta_blocks, c.n_layer)
         self.starts = {2 * (b * c.n_layer // n) for b in range(n)}          # sites at which a block starts
-        self.q = nn.Parameter(torch.empty(self.n_site, c.n_embd))
-        self.g = nn.Parameter(torch.empty(self.n_site, c.n_embd))
-        self.null = nn.Parameter(torch.empty(self.n_site, c.n_embd))
+        self.q, self.g, self.null = (nn.Parameter(torch.empty(self.n_site, c.n_embd)) for _ in range(3))
         self.gate = nn.Parameter(torch.empty(self.n_site, 1))
 
     def stream(self, route):
         i, p, p_start, sources = -1, 0, 0, []
         q, g, null, gate = self.q.unbind(), self.g.unbind(), self.null.unbind(), self.gate.unbind()
-
         def step(x):                                        # x [B, T, D]
             nonlocal i, p, p_start
             i, p = i + 1, p + x
@@ -198,12 +184,9 @@ class DeltaRouting(nn.Module):
 
 class HyperConnections(nn.Module):
     """
-    hyper: n parallel streams X [n, D] per token (arXiv 2409.19606, static and dynamic). Before sublayer i, with
-    N = RMSNorm(X):
-
+    hyper: n parallel streams X [n, D] per token (arXiv 2409.19606, static and dynamic). At sublayer i, with N = RMSNorm(X):
         A = static_A + scale_A tanh(N W_A)   [n, 1+n]   column 0 reads, the others mix       h_i = A[:, 0]^T X
         b = static_b + scale_b tanh(N w_b)   [n]        writes                               X  <- A[:, 1:]^T X + b f_i(h_i)
-
     The embedding is repeated n times at the start, the streams are summed at the end. It starts as the baseline, up to a
     scale that the next norm removes: the read is one-hot (stream i mod n), the mix the identity, the write all ones.
     """
@@ -225,7 +208,6 @@ class HyperConnections(nn.Module):
 
     def stream(self, route):
         i, X, b = -1, None, None                            # X [B, T, n, D] in the compute dtype
-
         def step(x):                                        # x [B, T, D]
             nonlocal i, X, b
             i += 1
@@ -241,7 +223,6 @@ class HyperConnections(nn.Module):
         return step
 
 # ---------------------------------------------------------------- the sublayers
-
 class RMSNorm(nn.Module):
     def __init__(self, dim, eps):
         super().__init__()
@@ -300,12 +281,10 @@ class Block(nn.Module):
         self.attn, self.mlp = Attention(c), MLP(c)
 
 # ---------------------------------------------------------------- the model
-
 @torch.no_grad()
 def init_weights(module):
     """
     All initialisation (section 4). It draws nothing for the residual streams, so equal seeds give equal sublayers in every mode.
-
         parameter                               start value
         embedding, every projection             N(0, 0.02)      (the LM head is the embedding when tied)
         gains of all norms, g of the reads      1
@@ -318,15 +297,14 @@ def init_weights(module):
             nn.init.normal_(m.weight, std=0.02)
         elif isinstance(m, RMSNorm):
             m.weight.fill_(1.0)
-        elif isinstance(m, DepthRouting):
-            m.q.zero_(), m.g.fill_(1.0)
-        elif isinstance(m, DeltaRouting):
-            m.q.zero_(), m.g.fill_(1.0), m.null.zero_(), m.gate.zero_()
-        elif isinstance(m, HyperConnections):
-            m.static_b.fill_(1.0), m.static_A.zero_(), m.static_A[:, :, 1:].copy_(torch.eye(m.n))
+        elif isinstance(m, (DepthRouting, DeltaRouting, HyperConnections)):
+            start = dict(g=1.0, norm=1.0, static_b=1.0, scale_A=0.01, scale_b=0.01)        # everything else 0
+            for name, p in m.named_parameters():
+                p.fill_(start.get(name, 0.0))
+        if isinstance(m, HyperConnections):
+            m.static_A[:, :, 1:].copy_(torch.eye(m.n))
             for i in range(m.n_site):
                 m.static_A[i, i % m.n, 0] = 1.0
-            m.W_A.zero_(), m.w_b.zero_(), m.scale_A.fill_(0.01), m.scale_b.fill_(0.01), m.norm.fill_(1.0)
 
 class GPT(nn.Module):
     def __init__(self, config):
@@ -362,14 +340,13 @@ class GPT(nn.Module):
         needs no cache: reads mix sources of one token only, and each new token brings its own.)
         route: the depth read. Everything that reads over depth goes through this one argument.
         """
-        c, pos0 = self.config, kv[0]["k"].size(2) if kv and kv[0] else 0
+        c, pos0, device = self.config, kv[0]["k"].size(2) if kv and kv[0] else 0, idx.device.type
         if pos0 + idx.size(1) > c.block_size:
             raise ValueError(f"{pos0 + idx.size(1)} tokens are more than block_size {c.block_size}")
-        device = idx.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
-        run = checkpointed if c.grad_checkpoint and torch.is_grad_enabled() else (lambda f, *args: f(*args))
+        recompute = c.grad_checkpoint and torch.is_grad_enabled()
+        run = partial(checkpoint, use_reentrant=False) if recompute else (lambda f, *args: f(*args))
         rope = self.rope(torch.arange(pos0, pos0 + idx.size(1), device=idx.device))
-
         stream = self.residual.stream(lambda sources, *args: run(route, tuple(sources), *args))
         h = stream(self.embed(idx).to(dtype))
         for layer, block in enumerate(self.blocks):
@@ -380,9 +357,7 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None):
         """idx, targets int64 [B, T] -> logits [B, T, vocab_size], and the mean cross-entropy in nats (None without targets)."""
         logits = self.lm_head(self.hidden(idx))
-        if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(upcast(logits).flatten(0, 1), targets.flatten())
+        return logits, None if targets is None else F.cross_entropy(upcast(logits).flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
@@ -397,14 +372,11 @@ class GPT(nn.Module):
             else:
                 new = idx[:, -1:]
             logits = upcast(self.lm_head(self.hidden(new, kv)[:, -1]))      # [B, vocab_size]
-            if temperature == 0:
-                token = logits.argmax(-1, keepdim=True)
-            else:
-                logits = logits / temperature
-                if top_k is not None:
-                    kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-                    logits = logits.masked_fill(logits < kth, float("-inf"))
-                token = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            if top_k is not None:
+                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                logits = logits.masked_fill(logits < kth, float("-inf"))
+            token = (logits.argmax(-1, keepdim=True) if temperature == 0 else
+                     torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
             idx = torch.cat((idx, token), 1)
         return idx
 
@@ -426,11 +398,11 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def query_parameters(self):
-        """The queries [sites, D] of the depth reads; empty in baseline and hyper."""
+        """[q], the queries [sites, D] of the depth reads; empty in baseline and hyper."""
         return [p for n, p in self.residual.named_parameters() if n == "q"]
 
     def null_parameters(self):
-        """The null vectors [2L, D] of delta mode; empty in the others."""
+        """[null], the null vectors [2L, D] of delta mode; empty in the others."""
         return [p for n, p in self.residual.named_parameters() if n == "null"]
 
     def configure_optimizer(self, lr, weight_decay, betas=(0.9, 0.95), eps=1e-8, decay="all"):
@@ -451,8 +423,8 @@ class GPT(nn.Module):
 
     def estimate_flops(self):
         """
-        FLOPs per token, forward + backward, at T = block_size: 6 (2 forward, 4 backward) per product, which are the parameters,
-        attention (causal half) and routing: the score and the mix of each source in each read.
+        FLOPs per token, forward + backward, at T = block_size: 6 (2 forward, 4 backward) per product, with a parameter, in
+        attention (causal half) or in routing (the score and the mix of each source in each read).
         """
         c, sites, n = self.config, 2 * self.config.n_layer, self.config.hc_streams
         products = 0                                        # of D numbers, per token; a source in a read takes two
@@ -466,8 +438,8 @@ class GPT(nn.Module):
 
 def convert_to_delta(model, route_heads=8, delta_blocks=8):
     """
-    Grafts delta routing onto a baseline, in place, and returns it: same logits, bit for bit, until the gates move.
-    Raises ValueError for any other mode, and if route_heads does not divide the width.
+    Grafts delta routing onto a baseline, in place, and returns it: same logits, bit for bit, until the gates move. Raises
+    ValueError for any other mode, and if route_heads does not divide the width.
     """
     if model.config.mode != "baseline":
         raise ValueError(f"only a baseline converts to delta, this model is {model.config.mode!r}")
