@@ -12,11 +12,13 @@ The output is byte-identical for any number of workers, and appears only when it
 import argparse
 import base64
 import concurrent.futures as cf
+import glob
 import gzip
 import hashlib
 import json
 import lzma
 import os
+import re
 import shutil
 import signal
 import sys
@@ -96,8 +98,8 @@ def encoding_from_json(path):
         *splits, level = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
         special = {t["content"]: t["id"] for t in spec.get("added_tokens") or []}
         eot = next((special[t] for t in END_OF_TEXT if t in special), None)
-        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]       # GPT-2 writes these bytes as themselves,
-        byte = {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*shown}))}  # the rest from 256
+        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]       # GPT-2 writes these bytes as themselves and
+        byte = {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*shown}))}   # others from 256
         merged = ["".join(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
         order = [model["vocab"][token] for token in merged]
         ranks = {bytes(byte[c] for c in token): model["vocab"][token] for token in [*byte, *merged]}
@@ -106,8 +108,10 @@ def encoding_from_json(path):
                 *((model.get(k), k) for k in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")),
                 (level["type"] != "ByteLevel" or level["add_prefix_space"], f"pre-tokenizer {level}"),
                 (len(splits) > 1 or level.get("use_regex", True) == bool(splits), f"pre-tokenizer {pre}"),
-                *((s["type"] != "Split" or s["behavior"] != "Isolated" or s["invert"] or "Regex" not in s["pattern"], f"step {s}") for s in splits),
-                (order != sorted(order), "a vocabulary that is not in the order of its merges"), (eot is None, f"no {' or '.join(END_OF_TEXT)}")):
+                *((s["type"] != "Split" or s["behavior"] != "Isolated" or s["invert"] or "Regex" not in s["pattern"], f"step {s}")
+                  for s in splits),
+                (order != sorted(order), "a vocabulary that is not in the order of its merges"),
+                (eot is None, f"a vocabulary without any of {', '.join(END_OF_TEXT)}")):
             if bad:
                 raise ValueError(f"{path}: {what} is not supported, expected a byte-level BPE of GPT-2, Llama-3 or Qwen kind")
     except (KeyError, TypeError) as e:
@@ -161,7 +165,8 @@ def documents(path, text_key):
             for n, line in enumerate(lines, 1):
                 yield "json", f"{path}:{n}", line, raw.tell() / os.path.getsize(path)
     else:
-        import pyarrow.parquet as pq                         # optional
+        import pyarrow.parquet as pq
+
         with pq.ParquetFile(path) as f:
             if text_key not in f.schema_arrow.names:
                 raise ValueError(f"no column {text_key!r} (--text_key) among {', '.join(f.schema_arrow.names)}")
@@ -185,35 +190,23 @@ def batches(files, text_key, size=1 << 20):
         done += os.path.getsize(path)
     yield batch, done
 
-def parse(what, where, raw, text_key, errors):
-    """Raw document -> its text ("" for a blank line) and the number of characters replaced. Raises ValueError."""
+def parse(what, raw, text_key, errors):
+    """Raw document -> its text ("" for a blank line) and the number of characters replaced by U+FFFD. Raises ValueError."""
     text, bad = raw, 0
     if isinstance(raw, bytes):
-        try:
-            text = raw.decode("utf-8-sig")                   # without a byte-order mark
-        except UnicodeDecodeError as e:
-            if errors == "strict":
-                raise ValueError(f"{where}: byte {e.start} is not UTF-8; --errors replace goes on with U+FFFD") from None
-            text = raw.decode(errors="replace")
-            bad = text.count("\ufffd") - raw.count("\ufffd".encode())
-    if what == "json" and not text.strip():
-        return "", 0
-    if what == "json":
-        try:
-            row = json.loads(text)
-            if not isinstance(row, dict) or text_key not in row:
-                raise ValueError(f"no key {text_key!r} (--text_key) in {list(row) if isinstance(row, dict) else text[:80]!r}")
-        except (ValueError, RecursionError) as e:
-            raise ValueError(f"{where}: bad row, {e}") from None
+        text = raw.decode("utf-8-sig", errors)               # without a byte-order mark
+        bad = text.count("\ufffd") - raw.count("\ufffd".encode())
+    if what == "json" and text.strip():
+        row = json.loads(text)
+        if not isinstance(row, dict) or text_key not in row:
+            raise ValueError(f"no {text_key!r} (--text_key) in the keys {list(row) if isinstance(row, dict) else text[:80]!r}")
         text = row[text_key]
+    elif what == "json":
+        text = ""
     if not isinstance(text, str):
-        raise ValueError(f"{where}: {text_key!r} is {text!r}, expected a string")
-    try:
-        text.encode()
-    except UnicodeEncodeError:                               # JSON can hold half a surrogate pair
-        raw, text = text, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        bad += text.count("\ufffd") - raw.count("\ufffd")
-    return text, bad
+        raise ValueError(f"{text_key!r} is {text!r}, expected a string")
+    text, lone = re.subn("[\ud800-\udfff]", "\ufffd", text)  # JSON can hold half a surrogate pair
+    return text, bad + lone
 
 def start_worker(*settings):
     global ENC, SETTINGS
@@ -224,7 +217,11 @@ def work(batch):
     text_key, errors, val_frac = SETTINGS
     ids, count, hashes = {"train": [], "val": []}, Counter(), [1.0, 0.0]
     for what, where, raw in batch:
-        text, bad = parse(what, where, raw, text_key, errors)
+        try:
+            text, bad = parse(what, raw, text_key, errors)
+        except (ValueError, RecursionError) as e:
+            hint = "; --errors replace goes on with U+FFFD" if isinstance(e, UnicodeDecodeError) else ""
+            raise ValueError(f"{where}: {e}{hint}") from None
         count.update(replaced=bad, blank=not text)
         if text:
             text = unicodedata.normalize("NFC", text) if getattr(ENC, "nfc", False) else text
@@ -257,10 +254,9 @@ def read_encoding(folder):
 def prepare(args, tmp):
     """Fills the folder tmp with train.bin, val.bin and meta.json, and returns meta. Raises ValueError."""
     enc, stdlib = get_encoding(args.encoding), sysconfig.get_paths()["stdlib"]
-    files = find_files(args.input or [stdlib])
-    if not args.input:
-        skip = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-        files = [f for f in files if f.endswith(".py") and not skip & set(os.path.relpath(f, stdlib).split(os.sep))]
+    skip = {"test", "tests", "idle_test", "site-packages", "dist-packages"}             # of the default corpus
+    files = find_files(args.input) if args.input else sorted(
+        f for f in glob.glob(f"{glob.escape(stdlib)}/**/*.py", recursive=True) if not skip & set(f[len(stdlib):].split(os.sep)))
     total, t0, shown = sum(map(os.path.getsize, files)), time.time(), 0.0
     count, unigrams, hashes, sha = Counter(), np.zeros(enc.n_vocab, np.int64), [1.0, 0.0], {}
     settings, tasks = (args.encoding, args.text_key, args.errors, args.val_frac), batches(files, args.text_key)
@@ -284,7 +280,7 @@ def prepare(args, tmp):
         raise ValueError(f"the input, {len(files)} files, holds no text")
     if args.val_frac and 0 in docs:
         raise ValueError(f"--val_frac {args.val_frac} leaves a side of {sum(docs)} document(s) empty; " + (
-            f"the smallest that works is {(int(hashes[0] * 1e6) + 1) / 1e6}" if hashes[0] < hashes[1] else "only 0 works for a single text"))
+            f"the smallest that works is {(int(hashes[0] * 1e6) + 1) / 1e6}" if hashes[0] < hashes[1] else "a single text needs 0"))
     p, name = unigrams[unigrams > 0] / unigrams.sum(), args.encoding
     if is_file(name):
         name = "tokenizer" + os.path.splitext(name)[1]
@@ -300,11 +296,11 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     p.add_argument("--input", nargs="+", help="files or folders (default: the standard library's sources)")
     p.add_argument("--out", default="data/stdlib", help="folder to make (default: %(default)s)")
-    p.add_argument("--encoding", default="bytes", help="bytes, a tiktoken name, or a tokenizer.json / .tiktoken file (default: %(default)s)")
+    p.add_argument("--encoding", default="bytes", help="bytes (default), a tiktoken name, or a tokenizer.json / .tiktoken file")
     p.add_argument("--text_key", default="text", help="JSON key or parquet column (default: %(default)s)")
     p.add_argument("--val_frac", type=float, default=0.01, help="share of documents to hold out (default: %(default)s)")
     p.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: all cores)")
-    p.add_argument("--errors", choices=("strict", "replace"), default="strict", help="on bytes that are not UTF-8 (default: %(default)s)")
+    p.add_argument("--errors", choices=("strict", "replace"), default="strict", help="on bytes that are not UTF-8 (default: strict)")
     args = p.parse_args(argv)
     out = os.path.abspath(args.out)
     tmp = f"{out}.tmp-{os.getpid()}"
@@ -330,5 +326,6 @@ def main(argv=None):
         + f", {meta['replaced']} characters replaced, {meta['blank']} blank documents skipped")
 
 if __name__ == "__main__":
-    from prepare_data import main                            # workers find their functions by this name, however we were started
-    main()
+    import prepare_data
+
+    prepare_data.main()                                      # workers find their functions by this name, however we were started

@@ -435,7 +435,7 @@ def main(argv=None):
             raise ValueError(f"--data {args.data} has no meta.json; prepare_data.py makes such a folder")
         specs = args.mode.split(",")
         runs = [settings(argv, spec, len(specs) > 1) for spec in specs]
-        for args, config, _ in runs:
+        for args, _, _ in runs:
             if args.grad_accum % size:
                 raise ValueError(f"--grad_accum {args.grad_accum} is not a multiple of the {size} processes")
         for args, config, meta in runs:

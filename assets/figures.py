@@ -15,7 +15,8 @@ def bar(ax, x, y, shades, texts, label=None, width=1.15, height=0.52):
     """One vector of width D as slices side by side; a darker slice has more weight."""
     for h, (shade, text) in enumerate(zip(shades, texts, strict=True)):
         ax.add_patch(plt.Rectangle((x + h * width, y), width, height, facecolor=str(1 - 0.75 * shade), edgecolor="black", linewidth=0.8))
-        ax.text(x + (h + 0.5) * width, y + height / 2, text, ha="center", va="center", fontsize=9, color="white" if shade > 0.55 else "black")
+        color = "white" if shade > 0.55 else "black"
+        ax.text(x + (h + 0.5) * width, y + height / 2, text, ha="center", va="center", fontsize=9, color=color)
     if label:
         ax.text(x - 0.15, y + height / 2, label, ha="right", va="center", fontsize=10)
 
