@@ -73,8 +73,8 @@ class GPTConfig:
                                        ("n_embd", "route_heads", self.mode in ("mhar", "delta"))):
             if matters and getattr(self, name) % getattr(self, divisor):
                 raise ValueError(f"{name} {getattr(self, name)} is not a multiple of {divisor} {getattr(self, divisor)}")
-        self.head_dim = self.head_dim or self.n_embd // self.n_head
-        if self.head_dim % 2:
+        self.head_dim = self.n_embd // self.n_head if self.head_dim is None else self.head_dim
+        if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, RoPE needs an even number")
 
 def upcast(x):

@@ -238,8 +238,15 @@ def token_dtype(n_vocab):
     return np.dtype(np.uint16 if n_vocab <= 1 << 16 else np.uint32)
 
 def read_meta(folder):
-    with open(os.path.join(folder, "meta.json"), encoding="utf-8") as f:
-        return json.load(f)
+    """meta.json of a prepared folder: vocab_size, dtype, and for train and val the number of tokens and more. Raises ValueError."""
+    path = os.path.join(folder, "meta.json")
+    try:
+        with open(path, encoding="utf-8") as f:
+            meta = json.load(f)
+        assert {"encoding", "vocab_size", "eot", "dtype", "unigram_entropy", "train", "val"} <= set(meta)
+    except (OSError, ValueError, AssertionError, TypeError):
+        raise ValueError(f"{path} is missing or not what prepare_data.py writes; it makes such a folder") from None
+    return meta
 
 def read_split(folder, split):
     """Token ids of train or val, as a read-only memory map."""

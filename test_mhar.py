@@ -306,12 +306,10 @@ def test_first_site_has_zeros_not_none():
 
 def test_sources_are_raw_sublayer_outputs():
     for mode, k in (("baseline", 1), ("mhar", 7)):
-        m, h = GPT(tiny(mode)), []
-        for b in m.blocks:
-            for f in (b.attn, b.mlp):
-                f.register_forward_hook(lambda _, args, out: torch.zeros_like(out))
-        m.final_norm.register_forward_pre_hook(lambda _, args: h.append(args[0]))
-        x, _ = batch()
+        m, h, (x, _) = GPT(tiny(mode)), [], batch()
+        for f in (f for b in m.blocks for f in (b.attn, b.mlp)):
+            f.register_forward_hook(lambda _, args, out: torch.zeros_like(out))
+        m.final_norm.register_forward_pre_hook(lambda _, args, h=h: h.append(args[0]))
         m(x)
         assert (h[0] - m.embed(x) / k).abs().max() < 1e-8
 
@@ -598,7 +596,7 @@ def test_learning_rate():
 def test_loader_visits_each_window_once_an_epoch(tmp_path):
     np.arange(1001, dtype=np.uint16).tofile(tmp_path / "t.bin")
     loader = train.Loader(tmp_path / "t.bin", np.uint16, block=10, batch=3, seed=0)
-    x, y = (torch.cat(z) for z in zip(*(next(loader) for _ in range(100))))      # three epochs of 100 windows, no batch fits
+    x, y = (torch.cat(z) for z in zip(*map(loader.microbatch, range(100))))      # three epochs of 100 windows, no batch fits
     assert torch.equal(y, x + 1)
     epochs = [x[i:i + 100, 0].tolist() for i in (0, 100, 200)]
     assert all(sorted(e) == list(range(0, 1000, 10)) for e in epochs) and epochs[0] != epochs[1] != epochs[2]
@@ -624,9 +622,11 @@ def test_resume_is_a_continuation(data, tmp_path):
     GPT(GPTConfig(**a["config"])).load_state_dict(a["model"])
 
 @pytest.mark.parametrize("flags, words", [(["--n_layer", 3], "n_layer 2 -> 3"), (["--seed", 2], "seed 1 -> 2"), (["--grad_accum", 4], "8 -> 16"),
-                                          (["--data", "other"], "sha256"), (["--mode", "attnres"], "mode mhar -> attnres")])
+                                          (["--data", "other"], "sha256"), (["--mode", "attnres"], "mode mhar -> attnres"),
+                                          (["--max_iters", 1], "at step 2"), (["--decay", "matrices"], "decay all -> matrices")])
 def test_resume_refuses_another_run(data, tmp_path, capsys, flags, words):
     run(data, tmp_path / "r", "--max_iters", 2)
+    run(data, tmp_path / "r", "--max_iters", 2, "--overwrite")                   # must not be remembered
     if "other" in flags:
         flags = ["--data", prepare(tmp_path, LINES[:3000], name="other")]
     argv = ["--data", data, "--mode", "mhar", "--out", str(tmp_path / "r"), *TINY, "--resume", *map(str, flags)]
@@ -645,6 +645,32 @@ def test_a_signal_saves_and_leaves(data, tmp_path, number):
     log = run(data, tmp_path / "i", "--resume", "--max_iters", 100000, "--stop_at", n + 2)
     assert [r["iter"] for r in log] == list(range(n + 2)) and os.listdir(tmp_path / "i").count("ckpt.pt.tmp") == 0
 
+def test_damaged_files_are_named(data, tmp_path, capsys):
+    d = prepare(tmp_path, LINES[:500], name="short")
+    with open(f"{d}/train.bin", "r+b") as f:
+        f.truncate(1000)
+    assert "train.bin has 1000 bytes" in refused(capsys, run, d, tmp_path / "o")
+    d = prepare(tmp_path, LINES[:500], name="meta")
+    with open(f"{d}/meta.json", "w") as f:
+        f.write("{}")
+    assert "meta.json" in refused(capsys, run, d, tmp_path / "o")
+    whole = losses(run(data, tmp_path / "r", "--max_iters", 4))
+    run(data, tmp_path / "p", "--max_iters", 4, "--stop_at", 2)
+    with open(tmp_path / "p" / "log.jsonl", "a") as f:
+        f.write('{"iter": 2, "lo')                          # a full disk
+    assert losses(run(data, tmp_path / "p", "--resume", "--max_iters", 4)) == whole
+    with open(tmp_path / "p" / "ckpt.pt", "r+b") as f:
+        f.truncate(10000)
+    assert "ckpt.pt is damaged" in refused(capsys, run, data, tmp_path / "p", "--resume", "--max_iters", 6)
+    assert losses(run(data, tmp_path / "p", "--overwrite", "--max_iters", 4)) == whole
+
+def test_modes_that_had_not_started_take_the_settings_of_the_others(data, tmp_path):
+    run(data, tmp_path / "o" / "baseline", "--max_iters", 3, mode="baseline")
+    train.main(["--data", data, "--mode", "baseline,mhar:4", "--out", str(tmp_path / "o"), "--resume"])
+    a, b = (json.load(open(tmp_path / "o" / m / "config.json")) for m in ("baseline", "mhar-4"))
+    assert {k for k in a["model"] if a["model"][k] != b["model"][k]} == {"mode", "route_heads"}
+    assert {k for k in a["args"] if a["args"][k] != b["args"].get(k)} <= {"mode", "out", "name", "route_heads", "resume", "device"}
+
 def test_evaluation_changes_nothing(data, tmp_path):
     a = run(data, tmp_path / "a", "--max_iters", 6)
     b = run(data, tmp_path / "b", "--max_iters", 6, "--eval_interval", 2, "--eval_iters", 3)
@@ -655,11 +681,12 @@ def test_evaluation_changes_nothing(data, tmp_path):
 def test_evaluation_is_the_mean_over_fixed_windows(data):
     model = GPT(GPTConfig("mhar", 320, 32, 1, 2, 2, 32, 32, route_heads=2))
     loader = train.Loader(f"{data}/val.bin", np.uint16, 32, 4, 0)
-    got = [train.evaluate(model, loader, 10**9, torch.device("cpu"), lambda: torch.autocast("cpu", enabled=False)) for _ in range(2)]
-    n = loader.windows // 4 * 4
-    t = torch.from_numpy(loader.tokens[np.linspace(0, loader.windows - 1, n).astype(int)[:, None] * 32 + np.arange(33)].astype(np.int64))
-    with torch.no_grad():
-        assert got[0] == got[1] == pytest.approx(model(t[:, :-1], t[:, 1:])[1].item(), rel=1e-6) and model.training
+    for n in (8, 7, 10**9):                                 # whole batches, a small last one, the whole split
+        got = [train.evaluate(model, loader, n, torch.device("cpu"), lambda: torch.autocast("cpu", enabled=False)) for _ in range(2)]
+        at = np.linspace(0, loader.windows - 1, min(n, loader.windows)).astype(int)[:, None] * 32 + np.arange(33)
+        t = torch.from_numpy(loader.tokens[at].astype(np.int64))
+        with torch.no_grad():
+            assert got[0] == got[1] == pytest.approx(model(t[:, :-1], t[:, 1:])[1].item(), rel=1e-6) and model.training
 
 def test_accumulation_and_processes_give_the_same_run(data, tmp_path):
     one = run(data, tmp_path / "1", "--max_iters", 20, "--batch_size", 4, "--grad_accum", 2)
@@ -687,8 +714,7 @@ def test_failed_save_keeps_the_last_checkpoint(data, tmp_path, monkeypatch, caps
         n.append(1)
         if len(n) < 3:
             return real(obj, f, *a, **k)
-        with open(f, "wb") as half:
-            half.write(b"half")
+        f.write(b"half")
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(torch, "save", full_disk)
     assert "No space left" in refused(capsys, run, data, tmp_path / "z", "--max_iters", 20, "--ckpt_interval", 4)
@@ -717,7 +743,9 @@ def test_clipping():
 @pytest.mark.parametrize("flags, words", [
     (["--vocab_size", 50], "50.*257"), (["--device", "cuda"], "cuda"), (["--mode", "mahr"], "mahr.*baseline"), (["--mode", "attnres:4"], "attnres:4"),
     (["--mode", "mhar:5"], "64.*5"), (["--data", "nowhere"], "nowhere.*prepare_data"), (["--resume"], "no checkpoint"), (["--eval_only"], "no checkpoint"),
-    (["--block_size", 10**6], "block_size"), (["--batch_size", 0], "batch_size is 0"), (["--table", "nowhere"], "nowhere")])
+    (["--block_size", 10**6], "block_size"), (["--batch_size", 0], "batch_size is 0"), (["--table", "nowhere"], "nowhere"),
+    (["--lr", "inf"], "lr is inf"), (["--max_iters", -5], "max_iters is -5"), (["--mode", "mhar,mhar"], "twice"), (["--mode", "mhar:08"], "mhar:08"),
+    (["--overwrite", "--resume"], "overwrite"), (["--head_dim", -2], "head_dim is -2"), (["--param_dtype", "bfloat16"], "float32 needs")])
 def test_flags_are_refused_before_any_work(data, tmp_path, capsys, flags, words):
     if flags[0] == "--device" and torch.cuda.is_available():
         pytest.skip("there is a GPU")

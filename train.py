@@ -14,12 +14,14 @@ import functools
 import json
 import math
 import os
+import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 
 import numpy as np
 import torch
@@ -37,15 +39,16 @@ RECIPES = {"tiny": dict(batch_size=8, grad_accum=1, max_iters=600, lr=3e-3, warm
 
 # dense bf16 peak in FLOP/s by device name; the first entry found as a whole word counts
 PEAK_FLOPS = {"H200 NVL": 835e12, "H200": 989e12, "GH200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
-              "H800": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12,
-              "RTX 4090": 165e12}
+              "H800 PCIe": 756e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12, "A10": 125e12,
+              "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12}
 
 DEFAULT_DATA = "data/stdlib"
-OF_ONE_START = ("resume", "stop_at", "out", "data", "device", "dtype", "compile", "eval_only", "mode")     # not kept in checkpoints
+NOT_KEPT = ("resume", "overwrite", "eval_only", "table", "stop_at", "out", "device", "compile")     # in checkpoints
 
 def peak_flops(device_name):
     """Dense bf16 FLOP/s of a device, or None for one that is not in the table."""
-    return next((v for k, v in PEAK_FLOPS.items() if re.search(rf"\b{k}\b", device_name)), None)
+    part = re.search(r"MIG|Laptop|4090 D", device_name)      # a slice or a slower namesake
+    return next((v for k, v in PEAK_FLOPS.items() if not part and re.search(rf"\b{k}\b", device_name)), None)
 
 def flops_per_token(config):
     """FLOPs per token, forward + backward, of a GPTConfig."""
@@ -68,10 +71,9 @@ class Loader:
 
     def __init__(self, path, dtype, block, batch, seed, vocab_size=None):
         self.tokens = np.memmap(path, dtype, "r") if os.path.getsize(path) else np.empty(0, dtype)
-        self.block, self.batch, self.seed, self.vocab_size = block, batch, seed, vocab_size
+        self.path, self.block, self.batch, self.seed, self.vocab_size = path, block, batch, seed, vocab_size
         self.windows = max(0, len(self.tokens) - 1) // block
         self.epoch = self.order = None
-        self.next = 0
 
     def window(self, k):
         """The number, within the file, of the k-th window of the run."""
@@ -85,16 +87,12 @@ class Loader:
         at = np.asarray(windows)[:, None] * self.block + np.arange(self.block + 1)
         xy = torch.from_numpy(self.tokens[at].astype(np.int64))
         if self.vocab_size and xy.max() >= self.vocab_size:
-            raise ValueError(f"the data holds token id {xy.max()}, but vocab_size is {self.vocab_size}")
+            raise ValueError(f"{self.path} holds token id {xy.max()}, but its vocab_size is {self.vocab_size}")
         return xy[:, :-1].contiguous(), xy[:, 1:].contiguous()
 
     def microbatch(self, i):
         """The i-th microbatch of the run."""
         return self.take([self.window(k) for k in range(i * self.batch, (i + 1) * self.batch)])
-
-    def __next__(self):
-        self.next += 1
-        return self.microbatch(self.next - 1)
 
 # ---------------------------------------------------------------- several processes, started by torchrun
 def world():
@@ -128,71 +126,77 @@ def write_atomic(path, content):
     """Writes text, or anything else by torch.save, beside the file and renames: a failure leaves the old file."""
     tmp = path + ".tmp"
     try:
-        if isinstance(content, str):
-            with open(tmp, "w") as f:
-                f.write(content)
-        else:
-            torch.save(content, tmp)
+        with open(tmp, "w" if isinstance(content, str) else "wb") as f:
+            f.write(content) if isinstance(content, str) else torch.save(content, f)
         os.replace(tmp, path)
-    except BaseException:
+    except BaseException as e:
         if os.path.exists(tmp):
             os.remove(tmp)
+        if isinstance(e, RuntimeError):                     # how torch.save reports a full disk
+            raise OSError(f"{path} could not be written: {e.__context__ or e}") from e
         raise
 
 def load_checkpoint(out):
-    """OUT/ckpt.pt, mapped rather than read, or None. Plain tensors and numbers only."""
+    """OUT/ckpt.pt, mapped rather than read, or None if there is none. Holds only tensors and plain values. Raises ValueError."""
     path = os.path.join(out, "ckpt.pt")
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True) if os.path.exists(path) else None
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True) if os.path.exists(path) else None
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as e:
+        raise ValueError(f"checkpoint {path} is damaged; --overwrite starts anew") from e
 
 def read_log(out):
-    path = os.path.join(out, "log.jsonl")
-    if not os.path.exists(path):
-        return []
-    with open(path) as f:
-        return [json.loads(line) for line in f]
+    """The records of OUT/log.jsonl; a last line that was cut off is left out."""
+    path, records = os.path.join(out, "log.jsonl"), []
+    if os.path.exists(path):
+        with open(path) as f:
+            lines = f.read().split("\n")
+        for n, line in enumerate(lines[:-1], 1):
+            try:
+                records.append(json.loads(line))
+            except ValueError as e:
+                raise ValueError(f"{path}:{n} is not JSON ({e})") from None
+    return records
 
 def git_commit():
-    here = os.path.dirname(os.path.abspath(__file__))
-    try:
-        return subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True).stdout.strip() or None
-    except OSError:
-        return None
+    git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "HEAD"]
+    return shutil.which("git") and subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
 
 def print_table(outs):
     """The paired table from logs. val loss: mean of the evaluations at steps >= 0.75 max_iters; delta: against the first row."""
     print(f"\n{'run':<14}{'val loss':>10}{'delta':>9}{'tokens/s':>11}{'peak MB':>9}{'parameters':>13}{'steps':>8}")
-    base = None
+    base, pairs = None, set()
     for out in outs:
         try:
             with open(os.path.join(out, "config.json")) as f:
                 config = json.load(f)
-        except FileNotFoundError as e:
-            raise ValueError(f"--table: {out} is no run, it has no config.json") from e
-        log, steps = read_log(out), config["args"]["max_iters"]
-        tail = [r["val_loss"] for r in log if "val_loss" in r and r["iter"] + 1 >= 0.75 * steps]
+            log, args = read_log(out), config["args"]
+            tail = [r["val_loss"] for r in log if "val_loss" in r and r["iter"] + 1 >= 0.75 * args["max_iters"]]
+            speed = np.median([r["tokens_per_s"] for r in log[len(log) // 10:]] or [math.nan])      # past compilation
+            memory = max([r["memory_mb"] or 0 for r in log] or [0])
+            pairs.add((config["data"]["train"]["sha256"], args["seed"], args["max_iters"], args["batch_size"] * args["grad_accum"]))
+        except (OSError, KeyError, TypeError, ValueError) as e:
+            raise ValueError(f"--table: {out} is no folder of a run ({type(e).__name__}: {e})") from e
         loss = sum(tail) / len(tail) if tail else math.nan
         base = loss if base is None else base
-        speed = np.median([r["tokens_per_s"] for r in log[len(log) // 10:]] or [math.nan])      # past compilation
-        memory = max([r["memory_mb"] or 0 for r in log] or [0])
         print(f"{config['name']:<14}{loss:>10.4f}{loss - base:>+9.4f}{speed:>11,.0f}{f'{memory:,.0f}' if memory else 'n/a':>9}"
               f"{config['parameters']:>13,}{len(log):>8,}")
+    if len(pairs) > 1:
+        print("not paired: these runs differ in data, seed, schedule or batch")
 
 # ---------------------------------------------------------------- evaluation
 @torch.no_grad()
-def evaluate(model, data, eval_iters, device, autocast):
-    """Mean loss in nats a token, over eval_iters microbatches of windows spread evenly over the held-out split: always the same."""
-    rank, size = world()
-    batch = min(data.batch, data.windows)
-    n = min(eval_iters, data.windows // batch)
-    windows = np.linspace(0, data.windows - 1, n * batch).astype(np.int64).reshape(n, batch)
-    total = torch.zeros((), dtype=torch.float64, device=device)
+def evaluate(model, data, sequences, device, autocast):
+    """Mean loss in nats a token over so many windows, spread evenly over the held-out split: the same ones at every call."""
+    (rank, size), n, total = world(), min(sequences, data.windows), 0.0
+    windows = np.linspace(0, data.windows - 1, n).astype(np.int64)
     model.eval()
-    for w in windows[rank::size]:
-        x, y = data.take(w)
+    for i in range(rank * data.batch, n, size * data.batch):
+        x, y = data.take(windows[i:i + data.batch])
+        whole = model if len(x) == data.batch else model.forward            # not worth compiling for a last small one
         with autocast():
-            total += model(x.to(device), y.to(device))[1]
+            total += whole(x.to(device), y.to(device))[1].item() * len(x)
     model.train()
-    loss = sum_over_ranks(total).item() / n
+    loss = (total if size == 1 else sum_over_ranks(torch.tensor(total, dtype=torch.float64, device=device)).item()) / n
     if not math.isfinite(loss):
         raise FloatingPointError(f"the validation loss is {loss}")
     return loss
@@ -206,25 +210,26 @@ def finish(args, meta, model, device):
               f"alone gives {meta['unigram_entropy']:.2f} nats")
     try:
         enc = prepare_data.read_encoding(args.data)
-    except ValueError as e:
-        print(f"no sample: {e}")
-        return
-    rng = torch.Generator(device).manual_seed(args.seed)
-    ids = model.generate(torch.tensor([[enc.eot_token]], device=device), 200, temperature=0.8, top_k=50, generator=rng)[0, 1:]
-    print("--- sample\n" + enc.decode([t for t in ids.tolist() if t < enc.n_vocab]) + "\n---", flush=True)
+        rng = torch.Generator(device).manual_seed(args.seed)
+        ids = model.generate(torch.tensor([[enc.eot_token]], device=device), 200, temperature=0.8, top_k=50, generator=rng)[0, 1:]
+        text = enc.decode([t for t in ids.tolist() if t < enc.n_vocab])
+        terminal = sys.stdout.encoding or "utf-8"
+        print(f"--- sample\n{text.encode(terminal, 'replace').decode(terminal)}\n---", flush=True)
+    except (ValueError, KeyError) as e:
+        print(f"no sample, the tokenizer fails: {e}")
 
 # ---------------------------------------------------------------- training
 class Interrupt:
-    """SIGINT and SIGTERM leave a note, which the loop reads at the end of the step. The second one acts at once."""
-
+    """SIGINT and SIGTERM leave a note, which the loop reads at the end of the step. Ctrl-C again, 2 s later, acts at once."""
     def __enter__(self):
-        self.signal = 0
+        self.signal = self.time = 0
         self.old = {s: signal.signal(s, self.note) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def note(self, number, frame):
-        self.signal = number
-        self.__exit__()
+        if self.signal and number == signal.SIGINT and time.time() > self.time + 2:
+            raise KeyboardInterrupt
+        self.signal, self.time = self.signal or number, self.time or time.time()
 
     def __exit__(self, *exc):
         for s, handler in self.old.items():
@@ -238,15 +243,18 @@ def train(args, config, meta, device, dtype):
     optimizer = model.configure_optimizer(args.lr, args.weight_decay, decay=args.decay)
     autocast = functools.partial(torch.autocast, device.type, dtype, enabled=dtype.itemsize < model.embed.weight.itemsize)
     data = {s: Loader(os.path.join(args.data, s + ".bin"), meta["dtype"], config.block_size, args.batch_size, args.seed,
-                      config.vocab_size) for s in ("train", "val")}
+                      meta["vocab_size"]) for s in ("train", "val")}
     step, per_step = 0, args.batch_size * args.grad_accum * config.block_size
+    eval_sequences = args.eval_iters * args.batch_size * args.grad_accum
     ckpt = load_checkpoint(args.out) if args.resume or args.eval_only else None
     if ckpt:
         model.load_state_dict(ckpt["model"])
         optimizer.load_state_dict(ckpt["optimizer"])
+        for group in optimizer.param_groups:
+            group["weight_decay"] = args.weight_decay if group["weight_decay"] else 0.0
         step = ckpt["step"]
     if args.eval_only:
-        print(f"{args.name}: validation loss {evaluate(model, data['val'], args.eval_iters, device, autocast):.4f} at step {step:,}")
+        print(f"{args.name}: validation loss {evaluate(model, data['val'], eval_sequences, device, autocast):.4f} at step {step:,}")
         return 0
 
     name = torch.cuda.get_device_name(device) if cuda else str(device)
@@ -259,8 +267,10 @@ def train(args, config, meta, device, dtype):
               f"{'on' if args.compile else 'off'}\nsteps {step:,} to {args.max_iters:,} of {per_step:,} tokens, "
               f"{data['train'].windows * config.block_size / per_step:,.1f} an epoch -> {args.out}", flush=True)
         os.makedirs(args.out, exist_ok=True)
-        kept = [json.dumps(r) + "\n" for r in read_log(args.out) if r["iter"] < step]       # back to the checkpoint's step
-        write_atomic(log_path, "".join(kept))
+        if not step and os.path.exists(ckpt_path):
+            os.remove(ckpt_path)                            # --overwrite: the old run must not come back
+        kept = [r for r in read_log(args.out) if r["iter"] < step] if step else []          # back to the checkpoint's step
+        write_atomic(log_path, "".join(json.dumps(r) + "\n" for r in kept))
         write_atomic(os.path.join(args.out, "config.json"), json.dumps(dict(
             name=args.name, parameters=model.num_params(), model=asdict(config), args=vars(args), data=meta, processes=size,
             device=name, torch=torch.__version__, commit=git_commit()), indent=1))
@@ -272,19 +282,19 @@ def train(args, config, meta, device, dtype):
             raise FloatingPointError("a parameter is not finite")
         if rank == 0:
             write_atomic(ckpt_path, dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, data=meta,
-                                         config=asdict(config), args={k: v for k, v in vars(args).items() if k not in OF_ONE_START}))
+                                         config=asdict(config), args={k: v for k, v in vars(args).items() if k not in NOT_KEPT}))
 
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     first, last, start, shown = step, min(args.max_iters, args.stop_at or args.max_iters), time.time(), 0.0
     with Interrupt() as interrupt, open(log_path if rank == 0 else os.devnull, "a") as log:
         while step < last:
-            t0, lr = time.perf_counter(), get_lr(step, args.lr, args.warmup_iters, args.max_iters)
+            it, t0, lr = step, time.perf_counter(), get_lr(step, args.lr, args.warmup_iters, args.max_iters)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            seen = torch.zeros(2, dtype=torch.float64, device=device)               # loss, signals; to be summed over ranks
+            seen = torch.zeros(2, device=device)            # loss, signals; to be summed over ranks
             for micro in range(rank, args.grad_accum, size):
-                x, y = data["train"].microbatch(step * args.grad_accum + micro)
+                x, y = data["train"].microbatch(it * args.grad_accum + micro)
                 with autocast():
                     loss = model(x.to(device), y.to(device))[1] / args.grad_accum
                 loss.backward()
@@ -292,24 +302,24 @@ def train(args, config, meta, device, dtype):
             seen[1] = interrupt.signal
             sum_gradients(model)
             loss, stop = sum_over_ranks(seen).tolist()
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"iteration {step}: the loss is {loss}")
             try:
+                if not math.isfinite(loss):
+                    raise FloatingPointError(f"the loss is {loss}")
                 grad_norm = clip_and_check(model, args.grad_clip)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 step, dt = step + 1, time.perf_counter() - t0
-                record = dict(iter=step - 1, loss=loss, lr=lr, grad_norm=grad_norm, tokens=step * per_step, dt=dt,
+                record = dict(iter=it, loss=loss, lr=lr, grad_norm=grad_norm, tokens=step * per_step, dt=dt,
                               tokens_per_s=per_step / dt, mfu=flops * per_step / dt / size / peak if peak else None,
                               memory_mb=torch.cuda.max_memory_allocated() / 2**20 if cuda else None)
                 if args.eval_interval and (step % args.eval_interval == 0 or step == args.max_iters):
-                    record["val_loss"] = evaluate(model, data["val"], args.eval_iters, device, autocast)
-                log.write(json.dumps(record) + "\n")
+                    record["val_loss"] = evaluate(model, data["val"], eval_sequences, device, autocast)
+                log.write(json.dumps(record, allow_nan=False) + "\n")
                 log.flush()
                 if step == last or stop or args.ckpt_interval and step % args.ckpt_interval == 0:
                     save()
             except FloatingPointError as e:
-                raise FloatingPointError(f"iteration {step}: {e}") from None
+                raise FloatingPointError(f"iteration {it}: {e}") from None
             if rank == 0 and (time.time() - shown > (1 if sys.stdout.isatty() else 10) or step == last or "val_loss" in record):
                 shown = time.time()
                 print(f"step {step:,}/{last:,}  loss {loss:.4f}"
@@ -319,111 +329,128 @@ def train(args, config, meta, device, dtype):
                       + f"  {(shown - start) / (step - first) * (last - step):,.0f} s left", flush=True)
             if stop:
                 return interrupt.signal or signal.SIGTERM   # another rank's
-    if rank == 0 and first < step == args.max_iters:
+    if rank == 0 and first < step == args.max_iters and not interrupt.signal:
         finish(args, meta, model, device)
-    return 0
+    return interrupt.signal
 
 # ---------------------------------------------------------------- the command line
 def parser():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    def by_scale(table, name):
+        return ", ".join(f"{scale} {values[name]}" for scale, values in table.items())
+    style = type("Help", (argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter), {})
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=style, allow_abbrev=False)
     g = p.add_argument_group("what to run")
-    g.add_argument("--data", default=DEFAULT_DATA, help="folder made by prepare_data.py; the default one is made if missing")
-    g.add_argument("--out", default="out", help="folder of the run (default: %(default)s); OUT/<mode> each for several modes")
+    g.add_argument("--data", default=DEFAULT_DATA, help="folder made by prepare_data.py; this one is made if missing")
+    g.add_argument("--out", default="out", help="folder of the run; with several modes OUT/<mode> each")
     g.add_argument("--mode", default="mhar", help="baseline, hyper, attnres, mhar, delta; mhar:4 sets H; several with commas")
-    g.add_argument("--scale", default="tiny", choices=SCALES, help="model fields and recipe to start from (default: %(default)s)")
+    g.add_argument("--scale", default="tiny", choices=SCALES, help="model fields and recipe to start from")
     g.add_argument("--resume", action="store_true", help="continue from OUT/ckpt.pt, with its settings where no flag is given")
     g.add_argument("--overwrite", action="store_true", help="start anew where OUT holds a checkpoint")
     g.add_argument("--eval_only", action="store_true", help="evaluate OUT/ckpt.pt and leave")
     g.add_argument("--table", nargs="+", metavar="DIR", help="print the paired table of these runs and leave")
-    g = p.add_argument_group("model fields (default: those of --scale)")
+    g = p.add_argument_group("model fields")
     for f in fields(GPTConfig):
+        text = (by_scale(SCALES, f.name) if f.name in SCALES["tiny"] else "the data's, rounded up to a multiple of 64"
+                if f.default is MISSING else f.default)
         if f.type is bool:
-            g.add_argument("--" + f.name, action="store_true", default=None)
-            g.add_argument("--no_" + f.name, dest=f.name, action="store_false")
+            g.add_argument("--" + f.name, action="store_true", default=argparse.SUPPRESS, help=f"default: {text}")
+            g.add_argument("--no_" + f.name, dest=f.name, action="store_false", default=argparse.SUPPRESS)
         elif f.name not in ("mode", "rope_scaling"):
-            g.add_argument("--" + f.name, type=f.type if f.type in (int, float, str) else int)
-    g = p.add_argument_group("training (default where none is given: the recipe of --scale)")
-    for name, type, default, text in (
-            ("batch_size", int, None, "sequences per microbatch"), ("grad_accum", int, None, "microbatches per step, over all processes"),
-            ("max_iters", int, None, "steps of the schedule"), ("stop_at", int, 0, "stop at this step, schedule unchanged (0: never)"),
-            ("lr", float, None, "peak rate"), ("warmup_iters", int, None, "steps of linear warm-up"),
-            ("weight_decay", float, 0.1, "of AdamW"), ("grad_clip", float, 1.0, "largest gradient norm (0: no clipping)"),
-            ("seed", int, 42, "of weights and data order"),
-            ("eval_interval", int, None, "steps between evaluations (0: never)"), ("eval_iters", int, 20, "microbatches per evaluation"),
-            ("ckpt_interval", int, 1000, "steps between checkpoints (0: only at the end)")):
-        g.add_argument("--" + name, type=type, default=default, help=text + ("" if default is None else f" (default: {default})"))
-    g.add_argument("--decay", default="all", choices=("all", "matrices"), help="what weight decay applies to (default: all, the paper's)")
+            kind = f.type if f.type in (int, float, str) else int
+            g.add_argument("--" + f.name, type=kind, default=argparse.SUPPRESS, help=f"default: {text}")
+    g = p.add_argument_group("training")
+    for name, value, text in (
+            ("batch_size", int, "sequences per microbatch"), ("grad_accum", int, "microbatches per step, over all processes"),
+            ("max_iters", int, "steps of the schedule"), ("stop_at", 0, "stop at this step, schedule unchanged; 0: never"),
+            ("lr", float, "peak rate"), ("warmup_iters", int, "steps of linear warm-up"), ("weight_decay", 0.1, "of AdamW"),
+            ("grad_clip", 1.0, "largest gradient norm; 0: no clipping"), ("seed", 42, "of weights and data order"),
+            ("eval_interval", int, "steps between evaluations; 0: never"), ("eval_iters", 20, "size of an evaluation, in steps' batches"),
+            ("ckpt_interval", 1000, "steps between checkpoints; 0: only at the end")):
+        if name in RECIPES["tiny"]:
+            g.add_argument("--" + name, type=value, default=argparse.SUPPRESS, help=f"{text} (default: {by_scale(RECIPES, name)})")
+        else:
+            g.add_argument("--" + name, type=type(value), default=value, help=text)
+    g.add_argument("--decay", default="all", choices=("all", "matrices"), help="what weight decay applies to; all is the paper's")
     g = p.add_argument_group("machine")
-    g.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (default: cuda where there is one, else cpu)")
-    g.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="compute (default: bfloat16 on cuda)")
+    g.add_argument("--device", default="auto", help="cpu, cuda or mps; auto: cuda where there is one, else cpu")
+    g.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="compute; auto: bfloat16 on cuda")
     g.add_argument("--param_dtype", default="float32", choices=("float32", "bfloat16"), help="parameters and optimizer state")
-    g.add_argument("--compile", action="store_true", default=None, help="torch.compile (default: on cuda)")
-    g.add_argument("--no_compile", dest="compile", action="store_false")
+    g.add_argument("--compile", action="store_true", default=None, help="torch.compile; on by default on cuda alone")
+    g.add_argument("--no_compile", dest="compile", action="store_false", default=None)
     return p
 
-def settings(argv, spec, several):
-    """Flags of one mode -> args, GPTConfig. Flag over checkpoint (--resume) over recipe. Raises ValueError."""
-    p = parser()
-    args = p.parse_args(argv)
-    if several:
-        args.out = os.path.join(args.out, spec.replace(":", "-"))
-    ckpt = load_checkpoint(args.out)
-    if ckpt and not (args.resume or args.eval_only or args.overwrite):
-        raise ValueError(f"{args.out} holds a checkpoint at step {ckpt['step']}; --resume continues it, --overwrite starts anew")
-    if not ckpt and (args.eval_only or args.resume and not several):
-        raise ValueError(f"there is no checkpoint {os.path.join(args.out, 'ckpt.pt')}")
-    if ckpt and not args.overwrite:
-        out = args.out
-        p.set_defaults(**ckpt["args"])
-        args = p.parse_args(argv)
-        args.out = out
-    mode, _, heads = spec.partition(":")
-    if heads and (mode not in ("mhar", "delta") or not heads.isdigit()):
+def settings(args, spec, out):
+    """The flags of one run -> args, GPTConfig, meta, all checked. Raises ValueError."""
+    mode, colon, heads = spec.partition(":")
+    if colon and not (mode in ("mhar", "delta") and re.fullmatch("[1-9][0-9]*", heads)):
         raise ValueError(f"--mode {spec}: only mhar and delta take a number of heads, as mhar:4")
-    if heads:
-        args.route_heads = int(heads)
-    for name, value in RECIPES[args.scale].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    for name in ("batch_size", "grad_accum", "eval_iters"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} is {getattr(args, name)}, expected at least 1")
+    args = argparse.Namespace(**{**RECIPES[args.scale], **vars(args), "mode": spec, "out": out})
+    for names, low in (("batch_size grad_accum eval_iters", 1),
+                       ("max_iters stop_at lr warmup_iters weight_decay grad_clip seed eval_interval ckpt_interval", 0)):
+        for name in names.split():
+            if not low <= getattr(args, name) < 2**63:
+                raise ValueError(f"--{name} is {getattr(args, name)}, expected a number from {low}")
+    if args.param_dtype == "bfloat16" and args.dtype == "float32":
+        raise ValueError("--dtype float32 needs --param_dtype float32")
     meta = prepare_data.read_meta(args.data)
-    given = {f.name: getattr(args, f.name, None) for f in fields(GPTConfig)}
-    given = {**SCALES[args.scale], **{k: v for k, v in given.items() if v is not None}, "mode": mode}
-    given.setdefault("vocab_size", -(-meta["vocab_size"] // 64) * 64)
-    config = GPTConfig(**given)
+    given = {**SCALES[args.scale], "vocab_size": -(-meta["vocab_size"] // 64) * 64, "mode": mode}
+    given.update({f.name: getattr(args, f.name) for f in fields(GPTConfig) if hasattr(args, f.name) and f.name != "mode"})
+    config = GPTConfig(**{**given, **({"route_heads": int(heads)} if heads else {})})
     args.name = mode + (f":{config.route_heads}" if mode in ("mhar", "delta") else "")
     if config.vocab_size < meta["vocab_size"]:
         raise ValueError(f"--vocab_size {config.vocab_size} is less than the data's {meta['vocab_size']}")
     for split, needed in (("train", not args.eval_only), ("val", args.eval_interval or args.eval_only)):
-        if needed and meta[split]["tokens"] < config.block_size + 1:
-            raise ValueError(f"the {split} split has {meta[split]['tokens']} tokens, and one window needs block_size + 1 = "
-                             f"{config.block_size + 1}" + ("; --eval_interval 0 trains without evaluation" if split == "val" else ""))
-    if ckpt and not args.overwrite:
-        now = {**asdict(config), "seed": args.seed, "batch_size x grad_accum": args.batch_size * args.grad_accum,
-               **{f"{s}.bin sha256": meta[s]["sha256"] for s in ("train", "val")}}
-        then = {**ckpt["config"], "seed": ckpt["args"]["seed"],
-                "batch_size x grad_accum": ckpt["args"]["batch_size"] * ckpt["args"]["grad_accum"],
-                **{f"{s}.bin sha256": ckpt["data"][s]["sha256"] for s in ("train", "val")}}
-        free = ("kernel", "grad_checkpoint")                # how it is computed, not what
-        changed = [f"{k} {then[k]} -> {now[k]}" for k in now if now[k] != then[k] and k not in free]
+        tokens, path = meta[split]["tokens"], os.path.join(args.data, split + ".bin")
+        if os.path.getsize(path) != tokens * np.dtype(meta["dtype"]).itemsize:
+            raise ValueError(f"{path} has {os.path.getsize(path)} bytes, but meta.json says {tokens} tokens of {meta['dtype']}")
+        if needed and tokens < config.block_size + 1:
+            raise ValueError(f"the {split} split has {tokens} tokens, and one window needs block_size + 1 = {config.block_size + 1}"
+                             + ("; --eval_interval 0 trains without evaluation" if split == "val" else ""))
+    if args.overwrite:
+        return args, config, meta
+    ckpt = load_checkpoint(out)
+    if ckpt and not (args.resume or args.eval_only):
+        raise ValueError(f"{out} holds a checkpoint at step {ckpt['step']}; --resume continues it, --overwrite starts anew")
+    if ckpt:
+        def identity(args, config, meta):                   # what a run is; kernel and checkpointing are only how it is computed
+            return {**{k: v for k, v in config.items() if k not in ("kernel", "grad_checkpoint")},
+                    **{k: args[k] for k in ("seed", "param_dtype", "decay")},
+                    **{f"{s}.bin sha256": meta[s]["sha256"] for s in ("train", "val")},
+                    "batch_size x grad_accum": args["batch_size"] * args["grad_accum"]}
+        then, now = identity(ckpt["args"], ckpt["config"], ckpt["data"]), identity(vars(args), asdict(config), meta)
+        changed = [f"{k} {then[k]} -> {now[k]}" for k in now if now[k] != then[k]]
         if changed:
-            raise ValueError(f"the checkpoint in {args.out} was made with other settings: {', '.join(changed)}")
+            raise ValueError(f"the checkpoint in {out} was made with other settings: {', '.join(changed)}")
+        if ckpt["step"] > min(args.max_iters, args.stop_at or args.max_iters):
+            raise ValueError(f"{out} is at step {ckpt['step']}, past --max_iters {args.max_iters} or --stop_at {args.stop_at}")
     return args, config, meta
 
 def main(argv=None):
-    args = parser().parse_args(argv)
+    p = parser()
+    args = p.parse_args(argv)
     try:
         if args.table:
             return print_table(args.table)
+        if args.overwrite and (args.resume or args.eval_only):
+            raise ValueError("--overwrite starts anew, it does not go with --resume or --eval_only")
+        several = "," in args.mode
+        outs = [os.path.join(args.out, spec.replace(":", "-")) for spec in args.mode.split(",")] if several else [args.out]
+        if args.resume or args.eval_only:                   # settings: a flag over the checkpoint over the recipe
+            ckpts = [c for c in map(load_checkpoint, outs) if c]
+            if not ckpts or args.eval_only and len(ckpts) < len(outs):
+                raise ValueError(f"there is no checkpoint ckpt.pt in {' or '.join(outs)}")
+            p.set_defaults(**{k: v for k, v in ckpts[0]["args"].items() if k != "mode" or not several})
+            args = p.parse_args(argv)
+        if len(set(outs)) < len(outs):
+            raise ValueError(f"--mode {args.mode} names a run twice")
+
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
         if kind not in ("cpu", "cuda", "mps") or not (kind == "cpu" or getattr(torch, kind).is_available()):
             raise ValueError(f"--device {kind} is not available here; auto takes what there is")
         if "RANK" in os.environ and not dist.is_initialized():
             dist.init_process_group("nccl" if kind == "cuda" else "gloo")
         rank, size = world()
-        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
+        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
         if kind == "cuda":
             torch.cuda.set_device(device)
         if args.data == DEFAULT_DATA and not os.path.exists(args.data) and rank == 0:
@@ -431,13 +458,9 @@ def main(argv=None):
             prepare_data.main(["--out", args.data, "--val_frac", "0.05"])
         if size > 1:
             dist.barrier()
-        if not os.path.exists(os.path.join(args.data, "meta.json")):
-            raise ValueError(f"--data {args.data} has no meta.json; prepare_data.py makes such a folder")
-        specs = args.mode.split(",")
-        runs = [settings(argv, spec, len(specs) > 1) for spec in specs]
-        for args, _, _ in runs:
-            if args.grad_accum % size:
-                raise ValueError(f"--grad_accum {args.grad_accum} is not a multiple of the {size} processes")
+        runs = [settings(args, spec, out) for spec, out in zip(args.mode.split(","), outs)]
+        if any(args.grad_accum % size for args, _, _ in runs):
+            raise ValueError(f"--grad_accum {runs[0][0].grad_accum} is not a multiple of the {size} processes")
         for args, config, meta in runs:
             args.compile = kind == "cuda" if args.compile is None else args.compile
             dtype = args.dtype if args.dtype != "auto" else "bfloat16" if kind == "cuda" else args.param_dtype
@@ -445,8 +468,8 @@ def main(argv=None):
             stop = train(args, config, meta, device, getattr(torch, dtype))
             if stop:
                 sys.exit(128 + stop)
-        if len(runs) > 1 and rank == 0:
-            print_table([args.out for args, _, _ in runs])
+        if several and rank == 0:
+            print_table(outs)
     except (ValueError, FloatingPointError, OSError) as e:
         sys.exit(f"train.py: {e}")
 
