@@ -14,7 +14,6 @@ import functools
 import json
 import math
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -62,25 +61,19 @@ def get_lr(it, peak, warmup, total, min_ratio=0.1):
     x = min(1.0, (it - warmup + 1) / max(1, total - warmup))
     return peak * (min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * x)) / 2)
 
+@functools.lru_cache(maxsize=1)                             # steps come in order, so one epoch's is enough
+def epoch_order(seed, epoch, windows):
+    return np.random.default_rng([seed, epoch]).permutation(windows)
+
 class Loader:
     """
-    Windows of `block` tokens and the same one token later. The k-th window of a run, over all steps and ranks, is a pure
-    function of (seed, k): each epoch visits every window once, in an order of its own. Windows do not overlap, so no token
-    is predicted twice in an epoch; the tail that fills no window goes unused.
+    Windows of `block` tokens and the same one token later. The k-th of a run, over all steps and ranks, depends on (seed, k) alone:
+    every epoch visits each window once, in an order of its own. They do not overlap, and a tail that fills none goes unused.
     """
-
     def __init__(self, path, dtype, block, batch, seed, vocab_size=None):
         self.tokens = np.memmap(path, dtype, "r") if os.path.getsize(path) else np.empty(0, dtype)
         self.path, self.block, self.batch, self.seed, self.vocab_size = path, block, batch, seed, vocab_size
         self.windows = max(0, len(self.tokens) - 1) // block
-        self.epoch = self.order = None
-
-    def window(self, k):
-        """The number, within the file, of the k-th window of the run."""
-        epoch, position = divmod(k, self.windows)
-        if epoch != self.epoch:
-            self.epoch, self.order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.windows)
-        return self.order[position]
 
     def take(self, windows):
         """Numbers of windows -> x, y int64 [len(windows), block]."""
@@ -92,7 +85,8 @@ class Loader:
 
     def microbatch(self, i):
         """The i-th microbatch of the run."""
-        return self.take([self.window(k) for k in range(i * self.batch, (i + 1) * self.batch)])
+        places = [divmod(k, self.windows) for k in range(i * self.batch, (i + 1) * self.batch)]
+        return self.take([epoch_order(self.seed, epoch, self.windows)[position] for epoch, position in places])
 
 # ---------------------------------------------------------------- several processes, started by torchrun
 def world():
@@ -104,22 +98,12 @@ def sum_over_ranks(x):
         dist.all_reduce(x)
     return x
 
-def sum_gradients(model):
-    """One all-reduce a step, after accumulation: the losses are already divided by the global number of microbatches."""
-    if dist.is_initialized():
-        grads = [p.grad for p in model.parameters()]
-        flat = sum_over_ranks(torch.cat([g.flatten() for g in grads]))
-        for g, summed in zip(grads, flat.split([g.numel() for g in grads])):
-            g.copy_(summed.view_as(g))
-
 def clip_and_check(model, max_norm):
     """Clips the gradient to max_norm (0: not at all) and returns its norm before. FloatingPointError if that is not finite."""
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf).item()
     if not math.isfinite(norm):
-        raise FloatingPointError(f"the gradient norm is {norm.item()}")
-    if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    return norm.item()
+        raise FloatingPointError(f"the gradient norm is {norm}")
+    return norm
 
 # ---------------------------------------------------------------- files
 def write_atomic(path, content):
@@ -129,32 +113,29 @@ def write_atomic(path, content):
         with open(tmp, "w" if isinstance(content, str) else "wb") as f:
             f.write(content) if isinstance(content, str) else torch.save(content, f)
         os.replace(tmp, path)
-    except BaseException as e:
+    except RuntimeError as e:                               # how torch.save reports a full disk
+        raise OSError(f"{path} could not be written: {e.__context__ or e}") from e
+    finally:
         if os.path.exists(tmp):
             os.remove(tmp)
-        if isinstance(e, RuntimeError):                     # how torch.save reports a full disk
-            raise OSError(f"{path} could not be written: {e.__context__ or e}") from e
-        raise
 
 def load_checkpoint(out):
     """OUT/ckpt.pt, mapped rather than read, or None if there is none. Holds only tensors and plain values. Raises ValueError."""
     path = os.path.join(out, "ckpt.pt")
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True) if os.path.exists(path) else None
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as e:
-        raise ValueError(f"checkpoint {path} is damaged; --overwrite starts anew") from e
+    except Exception as e:                                  # a damaged file has many ways to fail
+        raise ValueError(f"checkpoint {path} is damaged ({type(e).__name__}); --overwrite starts anew") from e
 
 def read_log(out):
     """The records of OUT/log.jsonl; a last line that was cut off is left out."""
     path, records = os.path.join(out, "log.jsonl"), []
     if os.path.exists(path):
         with open(path) as f:
-            lines = f.read().split("\n")
-        for n, line in enumerate(lines[:-1], 1):
             try:
-                records.append(json.loads(line))
+                records.extend(json.loads(line) for line in f if line.endswith("\n"))
             except ValueError as e:
-                raise ValueError(f"{path}:{n} is not JSON ({e})") from None
+                raise ValueError(f"{path}:{len(records) + 1} is not JSON ({e})") from None
     return records
 
 def git_commit():
@@ -170,13 +151,12 @@ def print_table(outs):
             with open(os.path.join(out, "config.json")) as f:
                 config = json.load(f)
             log, args = read_log(out), config["args"]
-            tail = [r["val_loss"] for r in log if "val_loss" in r and r["iter"] + 1 >= 0.75 * args["max_iters"]]
+            loss = np.mean([r["val_loss"] for r in log if "val_loss" in r and r["iter"] + 1 >= 0.75 * args["max_iters"]] or [math.nan])
             speed = np.median([r["tokens_per_s"] for r in log[len(log) // 10:]] or [math.nan])      # past compilation
             memory = max([r["memory_mb"] or 0 for r in log] or [0])
             pairs.add((config["data"]["train"]["sha256"], args["seed"], args["max_iters"], args["batch_size"] * args["grad_accum"]))
         except (OSError, KeyError, TypeError, ValueError) as e:
             raise ValueError(f"--table: {out} is no folder of a run ({type(e).__name__}: {e})") from e
-        loss = sum(tail) / len(tail) if tail else math.nan
         base = loss if base is None else base
         print(f"{config['name']:<14}{loss:>10.4f}{loss - base:>+9.4f}{speed:>11,.0f}{f'{memory:,.0f}' if memory else 'n/a':>9}"
               f"{config['parameters']:>13,}{len(log):>8,}")
@@ -201,12 +181,11 @@ def evaluate(model, data, sequences, device, autocast):
         raise FloatingPointError(f"the validation loss is {loss}")
     return loss
 
-def finish(args, meta, model, device):
-    """The last words of a run: what the loss means, and 200 sampled tokens."""
-    loss = [r["val_loss"] for r in read_log(args.out) if "val_loss" in r][-1:]
-    if loss:
-        bits = loss[0] * meta["val"]["tokens"] / meta["val"]["bytes"] / math.log(2)
-        print(f"{args.name}: validation loss {loss[0]:.4f} nats a token, {bits:.3f} bits a byte; predicting each token by its frequency "
+def finish(args, meta, model, device, loss):
+    """The last words of a run: what its validation loss means (None: never evaluated), and 200 sampled tokens."""
+    if loss is not None:
+        bits = loss * meta["val"]["tokens"] / meta["val"]["bytes"] / math.log(2)
+        print(f"{args.name}: validation loss {loss:.4f} nats a token, {bits:.3f} bits a byte; predicting each token by its frequency "
               f"alone gives {meta['unigram_entropy']:.2f} nats")
     try:
         enc = prepare_data.read_encoding(args.data)
@@ -227,16 +206,17 @@ class Interrupt:
         return self
 
     def note(self, number, frame):
-        if self.signal and number == signal.SIGINT and time.time() > self.time + 2:
+        if not self.signal:
+            self.signal, self.time = number, time.time()
+        elif number == signal.SIGINT and time.time() > self.time + 2:
             raise KeyboardInterrupt
-        self.signal, self.time = self.signal or number, self.time or time.time()
 
     def __exit__(self, *exc):
         for s, handler in self.old.items():
             signal.signal(s, handler)
 
-def train(args, config, meta, device, dtype):
-    """Trains one model into args.out. Returns the signal that ended it early, or 0. Raises FloatingPointError."""
+def train(args, config, meta, ckpt, device, dtype):
+    """Trains one model into args.out, on from ckpt if there is one. Returns the signal that ended it, or 0. Raises FloatingPointError."""
     (rank, size), cuda = world(), device.type == "cuda"
     torch.manual_seed(args.seed)
     model = GPT(config).to(device, getattr(torch, args.param_dtype))
@@ -246,12 +226,9 @@ def train(args, config, meta, device, dtype):
                       meta["vocab_size"]) for s in ("train", "val")}
     step, per_step = 0, args.batch_size * args.grad_accum * config.block_size
     eval_sequences = args.eval_iters * args.batch_size * args.grad_accum
-    ckpt = load_checkpoint(args.out) if args.resume or args.eval_only else None
-    if ckpt:
+    if ckpt:                                                # the optimizer's state, not its groups: weight decay is a flag's
         model.load_state_dict(ckpt["model"])
-        optimizer.load_state_dict(ckpt["optimizer"])
-        for group in optimizer.param_groups:
-            group["weight_decay"] = args.weight_decay if group["weight_decay"] else 0.0
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": ckpt["optimizer"]["state"]})
         step = ckpt["step"]
     if args.eval_only:
         print(f"{args.name}: validation loss {evaluate(model, data['val'], eval_sequences, device, autocast):.4f} at step {step:,}")
@@ -276,19 +253,11 @@ def train(args, config, meta, device, dtype):
             device=name, torch=torch.__version__, commit=git_commit()), indent=1))
     if args.compile:
         model.compile()                                     # in place: no wrapper, so no prefix in the state dict
-
-    def save():
-        if not all(p.isfinite().all() for p in model.parameters()):
-            raise FloatingPointError("a parameter is not finite")
-        if rank == 0:
-            write_atomic(ckpt_path, dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, data=meta,
-                                         config=asdict(config), args={k: v for k, v in vars(args).items() if k not in NOT_KEPT}))
-
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    first, last, start, shown = step, min(args.max_iters, args.stop_at or args.max_iters), time.time(), 0.0
-    with Interrupt() as interrupt, open(log_path if rank == 0 else os.devnull, "a") as log:
-        while step < last:
+    first, last, start, shown, stop = step, min(args.max_iters, args.stop_at or args.max_iters), time.time(), 0.0, 0
+    with Interrupt() as interrupt, open(log_path if rank == 0 else os.devnull, "a", buffering=1) as log:
+        while step < last and not stop:
             it, t0, lr = step, time.perf_counter(), get_lr(step, args.lr, args.warmup_iters, args.max_iters)
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -300,8 +269,9 @@ def train(args, config, meta, device, dtype):
                 loss.backward()
                 seen[0] += loss.detach()
             seen[1] = interrupt.signal
-            sum_gradients(model)
             loss, stop = sum_over_ranks(seen).tolist()
+            for p in model.parameters():
+                sum_over_ranks(p.grad)                      # not the mean: each loss was divided by the global grad_accum
             try:
                 if not math.isfinite(loss):
                     raise FloatingPointError(f"the loss is {loss}")
@@ -315,23 +285,25 @@ def train(args, config, meta, device, dtype):
                 if args.eval_interval and (step % args.eval_interval == 0 or step == args.max_iters):
                     record["val_loss"] = evaluate(model, data["val"], eval_sequences, device, autocast)
                 log.write(json.dumps(record, allow_nan=False) + "\n")
-                log.flush()
                 if step == last or stop or args.ckpt_interval and step % args.ckpt_interval == 0:
-                    save()
+                    if not all(p.isfinite().all() for p in model.parameters()):
+                        raise FloatingPointError("a parameter is not finite")
+                    if rank == 0:
+                        flags = {k: v for k, v in vars(args).items() if k not in NOT_KEPT}
+                        write_atomic(ckpt_path, dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step,
+                                                     data=meta, config=asdict(config), args=flags))
             except FloatingPointError as e:
                 raise FloatingPointError(f"iteration {it}: {e}") from None
             if rank == 0 and (time.time() - shown > (1 if sys.stdout.isatty() else 10) or step == last or "val_loss" in record):
                 shown = time.time()
-                print(f"step {step:,}/{last:,}  loss {loss:.4f}"
-                      + (f"  val loss {record['val_loss']:.4f}" if "val_loss" in record else "")
-                      + f"  lr {lr:.1e}  grad norm {grad_norm:.2f}  {per_step / dt:,.0f} tokens/s  MFU "
-                      + (f"{record['mfu']:.1%}" if peak else "n/a")
-                      + f"  {(shown - start) / (step - first) * (last - step):,.0f} s left", flush=True)
-            if stop:
-                return interrupt.signal or signal.SIGTERM   # another rank's
-    if rank == 0 and first < step == args.max_iters and not interrupt.signal:
-        finish(args, meta, model, device)
-    return interrupt.signal
+                val_loss = f"  val loss {record['val_loss']:.4f}" if "val_loss" in record else ""
+                mfu = f"{record['mfu']:.1%}" if peak else "n/a"
+                print(f"step {step:,}/{last:,}  loss {loss:.4f}{val_loss}  lr {lr:.1e}  grad norm {grad_norm:.2f}  {per_step / dt:,.0f} "
+                      f"tokens/s  MFU {mfu}  {(shown - start) / (step - first) * (last - step):,.0f} s left", flush=True)
+    ended_by = interrupt.signal or (signal.SIGTERM if stop else 0)      # stop alone: another rank's signal
+    if rank == 0 and first < step == args.max_iters and not ended_by:
+        finish(args, meta, model, device, record.get("val_loss"))
+    return ended_by
 
 # ---------------------------------------------------------------- the command line
 def parser():
@@ -348,17 +320,16 @@ def parser():
     g.add_argument("--overwrite", action="store_true", help="start anew where OUT holds a checkpoint")
     g.add_argument("--eval_only", action="store_true", help="evaluate OUT/ckpt.pt and leave")
     g.add_argument("--table", nargs="+", metavar="DIR", help="print the paired table of these runs and leave")
-    g = p.add_argument_group("model fields")
+    g = p.add_argument_group("model fields", argument_default=argparse.SUPPRESS)
     for f in fields(GPTConfig):
         text = (by_scale(SCALES, f.name) if f.name in SCALES["tiny"] else "the data's, rounded up to a multiple of 64"
                 if f.default is MISSING else f.default)
         if f.type is bool:
-            g.add_argument("--" + f.name, action="store_true", default=argparse.SUPPRESS, help=f"default: {text}")
-            g.add_argument("--no_" + f.name, dest=f.name, action="store_false", default=argparse.SUPPRESS)
+            g.add_argument("--" + f.name, action="store_true", help=f"default: {text}")
+            g.add_argument("--no_" + f.name, dest=f.name, action="store_false")
         elif f.name not in ("mode", "rope_scaling"):
-            kind = f.type if f.type in (int, float, str) else int
-            g.add_argument("--" + f.name, type=kind, default=argparse.SUPPRESS, help=f"default: {text}")
-    g = p.add_argument_group("training")
+            g.add_argument("--" + f.name, type=f.type if f.type in (float, str) else int, help=f"default: {text}")
+    g = p.add_argument_group("training", argument_default=argparse.SUPPRESS)
     for name, value, text in (
             ("batch_size", int, "sequences per microbatch"), ("grad_accum", int, "microbatches per step, over all processes"),
             ("max_iters", int, "steps of the schedule"), ("stop_at", 0, "stop at this step, schedule unchanged; 0: never"),
@@ -367,7 +338,7 @@ def parser():
             ("eval_interval", int, "steps between evaluations; 0: never"), ("eval_iters", 20, "size of an evaluation, in steps' batches"),
             ("ckpt_interval", 1000, "steps between checkpoints; 0: only at the end")):
         if name in RECIPES["tiny"]:
-            g.add_argument("--" + name, type=value, default=argparse.SUPPRESS, help=f"{text} (default: {by_scale(RECIPES, name)})")
+            g.add_argument("--" + name, type=value, help=f"{text} (default: {by_scale(RECIPES, name)})")
         else:
             g.add_argument("--" + name, type=type(value), default=value, help=text)
     g.add_argument("--decay", default="all", choices=("all", "matrices"), help="what weight decay applies to; all is the paper's")
@@ -380,23 +351,24 @@ def parser():
     return p
 
 def settings(args, spec, out):
-    """The flags of one run -> args, GPTConfig, meta, all checked. Raises ValueError."""
+    """The flags of one run -> args, GPTConfig, meta and the checkpoint to go on from or None, all checked. Raises ValueError."""
     mode, colon, heads = spec.partition(":")
     if colon and not (mode in ("mhar", "delta") and re.fullmatch("[1-9][0-9]*", heads)):
         raise ValueError(f"--mode {spec}: only mhar and delta take a number of heads, as mhar:4")
     args = argparse.Namespace(**{**RECIPES[args.scale], **vars(args), "mode": spec, "out": out})
-    for names, low in (("batch_size grad_accum eval_iters", 1),
-                       ("max_iters stop_at lr warmup_iters weight_decay grad_clip seed eval_interval ckpt_interval", 0)):
-        for name in names.split():
-            if not low <= getattr(args, name) < 2**63:
-                raise ValueError(f"--{name} is {getattr(args, name)}, expected a number from {low}")
-    if args.param_dtype == "bfloat16" and args.dtype == "float32":
-        raise ValueError("--dtype float32 needs --param_dtype float32")
     meta = prepare_data.read_meta(args.data)
     given = {**SCALES[args.scale], "vocab_size": -(-meta["vocab_size"] // 64) * 64, "mode": mode}
     given.update({f.name: getattr(args, f.name) for f in fields(GPTConfig) if hasattr(args, f.name) and f.name != "mode"})
     config = GPTConfig(**{**given, **({"route_heads": int(heads)} if heads else {})})
     args.name = mode + (f":{config.route_heads}" if mode in ("mhar", "delta") else "")
+    for name, value in vars(args).items():
+        low = 1 if name in ("batch_size", "grad_accum", "eval_iters") else 0            # GPTConfig has seen to the model's own
+        if isinstance(value, (int, float)) and not low <= value < 2**63:
+            raise ValueError(f"--{name} is {value}, expected a number from {low}")
+    if args.grad_accum % world()[1]:
+        raise ValueError(f"--grad_accum {args.grad_accum} is not a multiple of the {world()[1]} processes")
+    if args.param_dtype == "bfloat16" and args.dtype == "float32":
+        raise ValueError("--dtype float32 needs --param_dtype float32")
     if config.vocab_size < meta["vocab_size"]:
         raise ValueError(f"--vocab_size {config.vocab_size} is less than the data's {meta['vocab_size']}")
     for split, needed in (("train", not args.eval_only), ("val", args.eval_interval or args.eval_only)):
@@ -406,16 +378,13 @@ def settings(args, spec, out):
         if needed and tokens < config.block_size + 1:
             raise ValueError(f"the {split} split has {tokens} tokens, and one window needs block_size + 1 = {config.block_size + 1}"
                              + ("; --eval_interval 0 trains without evaluation" if split == "val" else ""))
-    if args.overwrite:
-        return args, config, meta
-    ckpt = load_checkpoint(out)
+    ckpt = None if args.overwrite else load_checkpoint(out)
     if ckpt and not (args.resume or args.eval_only):
         raise ValueError(f"{out} holds a checkpoint at step {ckpt['step']}; --resume continues it, --overwrite starts anew")
     if ckpt:
-        def identity(args, config, meta):                   # what a run is; kernel and checkpointing are only how it is computed
-            return {**{k: v for k, v in config.items() if k not in ("kernel", "grad_checkpoint")},
-                    **{k: args[k] for k in ("seed", "param_dtype", "decay")},
-                    **{f"{s}.bin sha256": meta[s]["sha256"] for s in ("train", "val")},
+        def identity(args, config, data):                   # what a run is; kernel and checkpointing are only how it is computed
+            return {**config, "kernel": None, "grad_checkpoint": None, **{k: args[k] for k in ("seed", "param_dtype", "decay")},
+                    **{f"{s}.bin sha256": data[s]["sha256"] for s in ("train", "val")},
                     "batch_size x grad_accum": args["batch_size"] * args["grad_accum"]}
         then, now = identity(ckpt["args"], ckpt["config"], ckpt["data"]), identity(vars(args), asdict(config), meta)
         changed = [f"{k} {then[k]} -> {now[k]}" for k in now if now[k] != then[k]]
@@ -423,7 +392,7 @@ def settings(args, spec, out):
             raise ValueError(f"the checkpoint in {out} was made with other settings: {', '.join(changed)}")
         if ckpt["step"] > min(args.max_iters, args.stop_at or args.max_iters):
             raise ValueError(f"{out} is at step {ckpt['step']}, past --max_iters {args.max_iters} or --stop_at {args.stop_at}")
-    return args, config, meta
+    return args, config, meta, ckpt
 
 def main(argv=None):
     p = parser()
@@ -450,22 +419,19 @@ def main(argv=None):
         if "RANK" in os.environ and not dist.is_initialized():
             dist.init_process_group("nccl" if kind == "cuda" else "gloo")
         rank, size = world()
-        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
         if kind == "cuda":
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if args.data == DEFAULT_DATA and not os.path.exists(args.data) and rank == 0:
             print("preparing the default corpus, the Python standard library's own sources", flush=True)
             prepare_data.main(["--out", args.data, "--val_frac", "0.05"])
         if size > 1:
             dist.barrier()
         runs = [settings(args, spec, out) for spec, out in zip(args.mode.split(","), outs)]
-        if any(args.grad_accum % size for args, _, _ in runs):
-            raise ValueError(f"--grad_accum {runs[0][0].grad_accum} is not a multiple of the {size} processes")
-        for args, config, meta in runs:
+        for args, config, meta, ckpt in runs:
             args.compile = kind == "cuda" if args.compile is None else args.compile
             dtype = args.dtype if args.dtype != "auto" else "bfloat16" if kind == "cuda" else args.param_dtype
             torch.compiler.reset()
-            stop = train(args, config, meta, device, getattr(torch, dtype))
+            stop = train(args, config, meta, ckpt, torch.device(kind), getattr(torch, dtype))
             if stop:
                 sys.exit(128 + stop)
         if several and rank == 0:
