@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -658,3 +659,31 @@ def test_log_and_bf16(data, tmp_path):
     assert abs(log[-1]["loss"] - pure[-1]["loss"]) < 0.1 and log[-1]["loss"] < log[0]["loss"] < math.log(320) + 0.1
     assert [set(r) for r in log] == [{"iter", "loss", "lr", "grad_norm", "tokens", "dt", "tokens_per_s", "mfu", "memory_mb"}] * 6
     assert all(r["tokens_per_s"] * r["dt"] == pytest.approx(256) and r["mfu"] is None for r in log)
+
+# ---------------------------------------------------------------- README
+def test_readme_commands_and_changes(tmp_path, monkeypatch, capsys):
+    readme = open(os.path.join(HERE, "README.md")).read()
+    commands = [shlex.split(line, comments=True) for block in re.findall(r"```sh\n(.*?)```", readme, re.S) for line in block.splitlines()]
+    monkeypatch.chdir(tmp_path)
+    done = []
+    for c in commands:
+        if "train.py" in c:
+            done.append(train.parser().parse_args(c[c.index("train.py") + 1:]))
+        elif "prepare_data.py" in c:
+            with monkeypatch.context() as m:
+                m.setattr(prepare_data, "prepare", lambda args, tmp: (_ for _ in ()).throw(ValueError("parsed")))
+                assert "parsed" in refused(capsys, prepare_data.main, c[c.index("prepare_data.py") + 1:])
+    assert len(done) >= 7 and ["python", "-m", "pytest", "-q"] == commands[1][-4:]
+    train.main("--max_iters 2 --eval_interval 1 --eval_iters 1".split())         # the main command on a machine without data
+    assert "--- sample" in capsys.readouterr().out and os.listdir("data/stdlib")
+    source, x = open(os.path.join(HERE, "mhar.py")).read(), batch()[0]
+    for old, new in ((".sum(-1).softmax(0)", ".sum(-1).div(0.5).softmax(0)"), ("return route(sources, q[i]", "return route(sources[-8:], q[i]"),
+                     ("k = rms_norm(s, g, eps)", "k = rms_norm(s.unflatten(-1, (H, -1)), g.view(H, -1), eps).flatten(-2)")):
+        assert source.count(old) == 1 and new.replace("0.5", "tau") in readme
+        changed = {"__name__": "changed"}
+        exec(compile(source.replace(old, new), "changed", "exec"), changed)
+        model, plain = (f(tiny("mhar", n_layer=6)) for f in (changed["GPT"], GPT))
+        with torch.no_grad():
+            [p.normal_(std=0.3) for p in model.parameters()]
+        plain.load_state_dict(model.state_dict())
+        assert rel(model(x)[0], plain(x)[0]) > 1e-3
