@@ -17,15 +17,22 @@ sublayer output and returns the next sublayer's input:
     mhar       DepthRouting       the same with H queries, each over its own slice of the width
     delta      DeltaRouting       h is the running sum + gate * a read over block deltas (arXiv 2605.18855)
 
-Symbols: B batch, T tokens, D width, L layers, H routing heads, N sources readable at a site. Sections are the MHAR paper's.
+Symbols: B batch, T tokens, D width, L layers, H routing heads, N sources readable at a site. A site is a place where something
+is read: site i before sublayer i, site 2L before the last norm. Sections are the MHAR paper's.
 """
+import warnings
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+
+try:
+    import route_kernel
+except ImportError:                                         # no Triton: only the eager reads
+    route_kernel = None
 
 MODES = ("baseline", "hyper", "attnres", "mhar", "delta")
 # the paper's three scales, and one that trains on a laptop
@@ -48,7 +55,7 @@ class GPTConfig:
     d_ff: int                       # hidden width of the SwiGLU
     head_dim: int | None = None     # of attention; None: n_embd / n_head
     qk_norm: bool = True            # RMSNorm per head on q and k, before the rotation
-    route_heads: int = 8            # H, of mhar and delta; attnres always has one
+    route_heads: int = 8            # H, of mhar and delta
     delta_blocks: int = 8           # blocks whose deltas the delta mode reads
     hc_streams: int = 4             # n, parallel streams of hyper-connections
     norm_eps: float = 1e-6
@@ -67,8 +74,6 @@ class GPTConfig:
                      "delta_blocks", "hc_streams"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected a positive integer")
-        if self.mode == "attnres":
-            self.route_heads = 1
         for name, divisor, matters in (("n_head", "n_kv_head", True), ("n_embd", "n_head", self.head_dim is None),
                                        ("n_embd", "route_heads", self.mode in ("mhar", "delta"))):
             if matters and getattr(self, name) % getattr(self, divisor):
@@ -78,7 +83,7 @@ class GPTConfig:
             raise ValueError(f"head_dim is {self.head_dim}, RoPE needs an even number")
 
 def upcast(x):
-    """fp32 for half-precision tensors, fp64 stays: norms, softmaxes, gates and stream maps never run in bf16."""
+    """fp32 for half-precision tensors, fp64 stays: norms, depth softmaxes, delta's gates and stream maps never run in bf16."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 def rms_norm(x, gain, eps):
@@ -120,6 +125,19 @@ def route_ref(sources, q, g, H, eps=1e-6):
     read = (a.unsqueeze(-1) * upcast(s).unflatten(-1, (H, -1))).sum(0)                    # [B, T, H, D/H]
     return read.flatten(-2).to(s.dtype)
 
+@cache
+def fused_kernels(kernel, device, dtype):
+    """
+    The one place where the router is chosen: route_kernel for fused reads, None for route_ref. `auto` is fused on a CUDA device
+    that can, else eager; `fused` also runs under TRITON_INTERPRET=1 and raises ValueError where it cannot run.
+    """
+    missing = "Triton cannot be imported" if route_kernel is None else route_kernel.unsupported(device, dtype)
+    if kernel == "fused" and missing:
+        raise ValueError(f"kernel is 'fused', but {missing}; auto or eager runs here")
+    if kernel == "auto" and missing and device.type == "cuda":
+        warnings.warn(f"depth reads take the eager path: {missing}", stacklevel=2)
+    return None if kernel == "eager" or missing or kernel == "auto" and device.type != "cuda" else route_kernel
+
 # ---------------------------------------------------------------- the five residual streams
 # each module holds the parameters of its mode; `stream()` starts the state of one forward
 
@@ -137,10 +155,10 @@ class Additive(nn.Module):
         return step
 
 class DepthRouting(nn.Module):
-    """attnres (H = 1) and mhar: h_i = read of site i over sources 0..i. There is no running sum."""
+    """attnres (H = 1) and mhar: h_i = the read of site i, over sources 0..i. There is no running sum."""
     def __init__(self, c):
         super().__init__()
-        self.H, self.eps = c.route_heads, c.norm_eps
+        self.H, self.eps = 1 if c.mode == "attnres" else c.route_heads, c.norm_eps         # all that tells the two apart
         sites = 2 * c.n_layer + 1                           # the final read included
         self.q, self.g = (nn.Parameter(torch.empty(sites, c.n_embd)) for _ in range(2))
 
@@ -258,7 +276,9 @@ class Attention(nn.Module):
             if kv:
                 k, v = torch.cat((kv["k"], k), 2), torch.cat((kv["v"], v), 2)
             kv.update(k=k, v=v)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1, enable_gqa=True)
+        new, every = q.size(2), k.size(2)
+        mask = None if new in (1, every) else torch.ones(new, every, dtype=torch.bool, device=x.device).tril(every - new)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=1 < new == every, enable_gqa=True)
         return self.o_proj(y.transpose(1, 2).flatten(-2))
 
 class MLP(nn.Module):
@@ -318,8 +338,6 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         if c.tie_embeddings:
             self.lm_head.weight = self.embed.weight
-        if c.kernel == "fused":
-            raise ValueError("kernel is 'fused', but this version has no fused router; use auto or eager")
         init_weights(self)
 
     def rope(self, pos):
@@ -333,31 +351,40 @@ class GPT(nn.Module):
         """The rotary cosines of position `pos`, fp32 [head_dim/2]."""
         return self.rope(torch.tensor([pos], device=self.embed.weight.device))[0].flatten()
 
-    def hidden(self, idx, kv=None, route=route_ref):
+    def hidden(self, idx, kv=None, route=None):
         """
-        idx int64 [B, T] -> final read after the last norm, [B, T, D].
+        idx int64 [B, T] -> the final read, [B, T, D] in the compute dtype: autocast's where it is on, else the parameters'.
         kv: one dict per layer, the key/value cache of generation; then idx continues the cached tokens. (The depth history
         needs no cache: reads mix sources of one token only, and each new token brings its own.)
-        route: the depth read. Everything that reads over depth goes through this one argument.
+        route: how to read, instead of what `kernel` says. Everything that reads over depth goes through it.
         """
         c, pos0, device = self.config, kv[0]["k"].size(2) if kv and kv[0] else 0, idx.device.type
         if pos0 + idx.size(1) > c.block_size:
             raise ValueError(f"{pos0 + idx.size(1)} tokens are more than block_size {c.block_size}")
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
+        kernels = None if route else fused_kernels(c.kernel, idx.device, dtype)
         recompute = c.grad_checkpoint and torch.is_grad_enabled()
-        run = partial(checkpoint, use_reentrant=False) if recompute else (lambda f, *args: f(*args))
+        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if recompute else (lambda f, *args: f(*args))
         rope = self.rope(torch.arange(pos0, pos0 + idx.size(1), device=idx.device))
-        stream = self.residual.stream(lambda sources, *args: run(route, tuple(sources), *args))
+        if kernels and isinstance(self.residual, DepthRouting) and not recompute:
+            stream = kernels.blocked_router(self.residual.q, self.residual.g, self.residual.H, c.norm_eps)
+        else:
+            read = route or (kernels.route if kernels else route_ref)
+            stream = self.residual.stream(lambda sources, *args: run(read, tuple(sources), *args))
         h = stream(self.embed(idx).to(dtype))
         for layer, block in enumerate(self.blocks):
             h = stream(run(block.attn, h, rope, kv and kv[layer]))
             h = stream(run(block.mlp, h))
-        return self.final_norm(h)
+        return h
+
+    def head(self, h, targets=None):
+        """h [B, T, D], targets int64 [B, T] -> logits [B, T, vocab_size], mean cross-entropy in nats (None without targets)."""
+        logits = self.lm_head(self.final_norm(h))
+        return logits, None if targets is None else F.cross_entropy(upcast(logits).flatten(0, 1), targets.flatten())
 
     def forward(self, idx, targets=None):
-        """idx, targets int64 [B, T] -> logits [B, T, vocab_size], and the mean cross-entropy in nats (None without targets)."""
-        logits = self.lm_head(self.hidden(idx))
-        return logits, None if targets is None else F.cross_entropy(upcast(logits).flatten(0, 1), targets.flatten())
+        """idx, targets int64 [B, T] -> logits, loss: see `head`."""
+        return self.head(self.hidden(idx), targets)
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
@@ -371,7 +398,7 @@ class GPT(nn.Module):
                 kv, new = [{} for _ in self.blocks], idx[:, -self.config.block_size:]
             else:
                 new = idx[:, -1:]
-            logits = upcast(self.lm_head(self.hidden(new, kv)[:, -1]))      # [B, vocab_size]
+            logits = upcast(self.head(self.hidden(new, kv)[:, -1])[0])      # [B, vocab_size]
             if top_k is not None:
                 kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, float("-inf"))
@@ -382,7 +409,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def depth_weights(self, idx):
-        """What each head reads: a list over sites of fp32 [N, B, T, H], each summing to 1 over N. idx int64 [B, T]."""
+        """What each head reads: a list over sites of fp32 [N, B, T, H], summing to 1 over N; delta's null comes first. idx [B, T]."""
         if self.config.mode in ("baseline", "hyper"):
             raise ValueError(f"mode {self.config.mode!r} has no depth weights; attnres, mhar and delta have")
         weights = []
@@ -398,7 +425,7 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def query_parameters(self):
-        """[q], the queries [sites, D] of the depth reads; empty in baseline and hyper."""
+        """[q], the queries of the depth reads, a row per site; empty in baseline and hyper."""
         return [p for n, p in self.residual.named_parameters() if n == "q"]
 
     def null_parameters(self):
@@ -423,8 +450,8 @@ class GPT(nn.Module):
 
     def estimate_flops(self):
         """
-        FLOPs per token, forward + backward, at T = block_size: 6 (2 forward, 4 backward) per product, with a parameter, in
-        attention (causal half) or in routing (the score and the mix of each source in each read).
+        FLOPs per token, forward + backward, at T = block_size: 6 (2 forward, 4 backward) for each parameter, each product of
+        attention (causal half) and each product of routing (the score and the mix of each source in each read).
         """
         c, sites, n = self.config, 2 * self.config.n_layer, self.config.hc_streams
         products = 0                                        # of D numbers, per token; a source in a read takes two

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import prepare_data
-from mhar import GPT, SCALES, GPTConfig
+from mhar import GPT, SCALES, GPTConfig, fused_kernels
 
 # what --scale means besides the model: the paper's recipe (section 4), and a short one for a CPU
 PAPER = dict(max_iters=20000, lr=5e-4, warmup_iters=1000, eval_interval=500)
@@ -42,7 +42,7 @@ PEAK_FLOPS = {"H200 NVL": 835e12, "H200": 989e12, "GH200": 989e12, "H100 PCIe": 
               "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12}
 
 DEFAULT_DATA = "data/stdlib"
-NOT_KEPT = ("resume", "overwrite", "eval_only", "table", "stop_at", "out", "device", "compile")     # in checkpoints
+NOT_KEPT = ("resume", "overwrite", "eval_only", "table", "stop_at", "out", "device", "compile", "cuda_graph")     # in checkpoints
 
 def peak_flops(device_name):
     """Dense bf16 FLOP/s of a device, or None for one that is not in the table."""
@@ -215,13 +215,36 @@ class Interrupt:
         for s, handler in self.old.items():
             signal.signal(s, handler)
 
+def captured(forward_backward, model, x, y):
+    """One microbatch's forward and backward as a CUDA graph, which spares the launches. x, y: any microbatch on the device."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):                                  # compiles, and makes the gradients that the graph adds to
+            forward_backward(x, y)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = forward_backward(x, y)
+    for p in model.parameters():
+        p.grad.zero_()
+
+    def replay(*batch):
+        x.copy_(batch[0])
+        y.copy_(batch[1])
+        graph.replay()
+        return loss
+    return replay
+
 def train(args, config, meta, ckpt, device, dtype):
     """Trains one model into args.out, on from ckpt if there is one. Returns the signal that ended it, or 0. Raises FloatingPointError."""
     (rank, size), cuda = world(), device.type == "cuda"
     torch.manual_seed(args.seed)
     model = GPT(config).to(device, getattr(torch, args.param_dtype))
     optimizer = model.configure_optimizer(args.lr, args.weight_decay, decay=args.decay)
-    autocast = functools.partial(torch.autocast, device.type, dtype, enabled=dtype.itemsize < model.embed.weight.itemsize)
+    mixed = dtype.itemsize < model.embed.weight.itemsize
+    autocast = functools.partial(torch.autocast, device.type, dtype, enabled=mixed, cache_enabled=False)
+    fused = config.mode not in ("baseline", "hyper") and fused_kernels(config.kernel, device, dtype)
     data = {s: Loader(os.path.join(args.data, s + ".bin"), meta["dtype"], config.block_size, args.batch_size, args.seed,
                       meta["vocab_size"]) for s in ("train", "val")}
     step, per_step = 0, args.batch_size * args.grad_accum * config.block_size
@@ -241,7 +264,8 @@ def train(args, config, meta, ckpt, device, dtype):
         groups = [f"{sum(p.numel() for p in g['params']):,} with decay {g['weight_decay']}" for g in optimizer.param_groups]
         print(f"\n{args.name}: {model.num_params():,} parameters ({', '.join(groups)}), vocabulary {meta['vocab_size']:,} padded to "
               f"{config.vocab_size:,}\n{size} x {name}, {args.param_dtype} parameters, {str(dtype)[6:]} compute, compile "
-              f"{'on' if args.compile else 'off'}\nsteps {step:,} to {args.max_iters:,} of {per_step:,} tokens, "
+              f"{'on' if args.compile else 'off'}, CUDA graph {'on' if args.cuda_graph else 'off'}, depth reads "
+              f"{'fused' if fused else 'eager'}\nsteps {step:,} to {args.max_iters:,} of {per_step:,} tokens, "
               f"{data['train'].windows * config.block_size / per_step:,.1f} an epoch -> {args.out}", flush=True)
         os.makedirs(args.out, exist_ok=True)
         if not step and os.path.exists(ckpt_path):
@@ -251,8 +275,20 @@ def train(args, config, meta, ckpt, device, dtype):
         write_atomic(os.path.join(args.out, "config.json"), json.dumps(dict(
             name=args.name, parameters=model.num_params(), model=asdict(config), args=vars(args), data=meta, processes=size,
             device=name, torch=torch.__version__, commit=git_commit()), indent=1))
-    if args.compile:
+    if args.compile and fused:                              # the fused router is no code for the compiler: compile around it
+        for f in (f for block in model.blocks for f in (block.attn, block.mlp)):
+            f.compile()
+        model.head = torch.compile(model.head)
+    elif args.compile:
         model.compile()                                     # in place: no wrapper, so no prefix in the state dict
+
+    def forward_backward(x, y):
+        with autocast():
+            loss = model(x, y)[1] / args.grad_accum
+        loss.backward()
+        return loss.detach()
+    if args.cuda_graph:
+        forward_backward = captured(forward_backward, model, *(z.to(device) for z in data["train"].microbatch(0)))
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     first, last, start, shown, stop = step, min(args.max_iters, args.stop_at or args.max_iters), time.time(), 0.0, 0
@@ -264,10 +300,7 @@ def train(args, config, meta, ckpt, device, dtype):
             seen = torch.zeros(2, device=device)            # loss, signals; to be summed over ranks
             for micro in range(rank, args.grad_accum, size):
                 x, y = data["train"].microbatch(it * args.grad_accum + micro)
-                with autocast():
-                    loss = model(x.to(device), y.to(device))[1] / args.grad_accum
-                loss.backward()
-                seen[0] += loss.detach()
+                seen[0] += forward_backward(x.to(device), y.to(device))
             seen[1] = interrupt.signal
             loss, stop = sum_over_ranks(seen).tolist()
             for p in model.parameters():
@@ -277,7 +310,7 @@ def train(args, config, meta, ckpt, device, dtype):
                     raise FloatingPointError(f"the loss is {loss}")
                 grad_norm = clip_and_check(model, args.grad_clip)
                 optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+                optimizer.zero_grad(set_to_none=not args.cuda_graph)            # a graph adds to the same tensors
                 step, dt = step + 1, time.perf_counter() - t0
                 record = dict(iter=it, loss=loss, lr=lr, grad_norm=grad_norm, tokens=step * per_step, dt=dt,
                               tokens_per_s=per_step / dt, mfu=flops * per_step / dt / size / peak if peak else None,
@@ -348,6 +381,8 @@ def parser():
     g.add_argument("--param_dtype", default="float32", choices=("float32", "bfloat16"), help="parameters and optimizer state")
     g.add_argument("--compile", action="store_true", default=None, help="torch.compile; on by default on cuda alone")
     g.add_argument("--no_compile", dest="compile", action="store_false", default=None)
+    g.add_argument("--cuda_graph", action="store_true", default=None, help="replay a microbatch as a CUDA graph; on by default on cuda")
+    g.add_argument("--no_cuda_graph", dest="cuda_graph", action="store_false", default=None)
     return p
 
 def settings(args, spec, out):
@@ -429,6 +464,9 @@ def main(argv=None):
         runs = [settings(args, spec, out) for spec, out in zip(args.mode.split(","), outs)]
         for args, config, meta, ckpt in runs:
             args.compile = kind == "cuda" if args.compile is None else args.compile
+            args.cuda_graph = kind == "cuda" if args.cuda_graph is None else args.cuda_graph
+            if args.cuda_graph and kind != "cuda":
+                raise ValueError(f"--cuda_graph needs --device cuda, not {kind}")
             dtype = args.dtype if args.dtype != "auto" else "bfloat16" if kind == "cuda" else args.param_dtype
             torch.compiler.reset()
             stop = train(args, config, meta, ckpt, torch.device(kind), getattr(torch, dtype))
