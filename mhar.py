@@ -20,9 +20,8 @@ sublayer output and returns the next sublayer's input:
 Symbols: B batch, T tokens, D width, L layers, H routing heads, N sources readable at a site. A site is a place where something
 is read: site i before sublayer i, site 2L before the last norm. Sections are the MHAR paper's.
 """
-import warnings
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -62,7 +61,7 @@ class GPTConfig:
     rope_theta: float = 1e4
     rope_scaling: dict | None = None
     tie_embeddings: bool = True
-    kernel: str = "auto"            # depth reads: auto, fused or eager
+    kernel: str = "auto"            # depth reads: auto, fused or eager; see fused_kernels
     grad_checkpoint: bool = False   # recompute sublayers and reads in backward instead of storing their insides
 
     def __post_init__(self):
@@ -125,18 +124,17 @@ def route_ref(sources, q, g, H, eps=1e-6):
     read = (a.unsqueeze(-1) * upcast(s).unflatten(-1, (H, -1))).sum(0)                    # [B, T, H, D/H]
     return read.flatten(-2).to(s.dtype)
 
-@cache
 def fused_kernels(kernel, device, dtype):
     """
-    The one place where the router is chosen: route_kernel for fused reads, None for route_ref. `auto` is fused on a CUDA device
-    that can, else eager; `fused` also runs under TRITON_INTERPRET=1 and raises ValueError where it cannot run.
+    The one place where the router is chosen: route_kernel for fused reads, None for route_ref. `fused` raises ValueError where it
+    cannot run (it takes a CUDA device, or TRITON_INTERPRET=1); `auto` is eager until the fused path is measured end to end.
     """
+    if kernel != "fused":
+        return None
     missing = "Triton cannot be imported" if route_kernel is None else route_kernel.unsupported(device, dtype)
-    if kernel == "fused" and missing:
+    if missing:
         raise ValueError(f"kernel is 'fused', but {missing}; auto or eager runs here")
-    if kernel == "auto" and missing and device.type == "cuda":
-        warnings.warn(f"depth reads take the eager path: {missing}", stacklevel=2)
-    return None if kernel == "eager" or missing or kernel == "auto" and device.type != "cuda" else route_kernel
+    return route_kernel
 
 # ---------------------------------------------------------------- the five residual streams
 # each module holds the parameters of its mode; `stream()` starts the state of one forward

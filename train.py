@@ -381,8 +381,8 @@ def parser():
     g.add_argument("--param_dtype", default="float32", choices=("float32", "bfloat16"), help="parameters and optimizer state")
     g.add_argument("--compile", action="store_true", default=None, help="torch.compile; on by default on cuda alone")
     g.add_argument("--no_compile", dest="compile", action="store_false", default=None)
-    g.add_argument("--cuda_graph", action="store_true", default=None, help="replay a microbatch as a CUDA graph; on by default on cuda")
-    g.add_argument("--no_cuda_graph", dest="cuda_graph", action="store_false", default=None)
+    g.add_argument("--cuda_graph", action="store_true", help="replay each microbatch as a CUDA graph; off by default")
+    g.add_argument("--no_cuda_graph", dest="cuda_graph", action="store_false")
     return p
 
 def settings(args, spec, out):
@@ -464,7 +464,6 @@ def main(argv=None):
         runs = [settings(args, spec, out) for spec, out in zip(args.mode.split(","), outs)]
         for args, config, meta, ckpt in runs:
             args.compile = kind == "cuda" if args.compile is None else args.compile
-            args.cuda_graph = kind == "cuda" if args.cuda_graph is None else args.cuda_graph
             if args.cuda_graph and kind != "cuda":
                 raise ValueError(f"--cuda_graph needs --device cuda, not {kind}")
             dtype = args.dtype if args.dtype != "auto" else "bfloat16" if kind == "cuda" else args.param_dtype
