@@ -1,5 +1,6 @@
 """
-The depth read of mhar.py as fused Triton kernels, forward and backward: route(sources, q, g, H, eps).
+The depth read of mhar.py as fused Triton kernels, forward and backward: route(sources, q, g, H, eps), one read by itself, and
+blocked_router(q, g, H, eps), all reads of a forward. (Sections are those of the MHAR paper.)
 
 What it costs. One read over N sources of R = B T D numbers each (bytes in bf16; the flops are a percent of a model's):
 
@@ -413,7 +414,7 @@ class History:
 
     def __init__(self, s, w, H, eps):
         (S, D), BT, new = w.shape, s[..., 0].numel(), functools.partial(torch.empty, device=s.device, dtype=torch.float32)
-        self.S, self.D, self.H, self.BT, self.eps, blocks = S, D, H, BT, eps, -(-S // K)
+        self.S, self.D, self.H, self.BT, self.eps, self.shape, blocks = S, D, H, BT, eps, s.shape[:-1], -(-S // K)
         self.w = torch.nn.functional.pad(w.detach(), (0, 0, 0, blocks * K - S))
         self.v, self.r, self.x = new(S, BT, D, dtype=s.dtype), new(S, BT), new(K * K * blocks * (blocks + 1) // 2 * H * BT)
         self.m, self.l = new(blocks * K, H, BT), new(blocks * K, H, BT)
@@ -500,13 +501,21 @@ def blocked_router(q, g, H, eps=1e-6):
     """
     The reads of a whole forward, for attnres and mhar: q, g [sites, D] -> step, where the i-th call step(s_i [B, T, D]) returns
     the read of site i over sources 0 .. i. Same values as `route`, each source scored once and K sites to one read of the old ones.
+    One backward per forward. Raises ValueError, with the numbers, for shapes, dtypes or devices that do not fit.
     """
+    if q.dim() != 2 or q.shape != g.shape or H < 1 or q.size(1) % H:
+        raise ValueError(f"q and g must be [sites, D] with D a multiple of H = {H}; got {tuple(q.shape)} and {tuple(g.shape)}")
     w, history, token, i = q.float() * g.float(), None, None, -1
 
     @torch.compiler.disable
     def step(s):
         nonlocal history, token, i
         i += 1
+        if reason := unsupported(s.device, s.dtype):
+            raise ValueError(f"the router cannot run here: {reason}; mhar.route_ref can")
+        if i >= len(q) or s.size(-1) != q.size(1) or s.device != q.device or history and s.shape[:-1] != history.shape:
+            raise ValueError(f"source {i} is {tuple(s.shape)} on {s.device}, expected at most {len(q)} of equal shape [B, T, {q.size(1)}] "
+                             f"on {q.device}")
         history = history or History(s, w, H, eps)
         out, token = BlockedRead.apply(s, token, w[i:i + K] if i % K == 0 else None, history, i)
         return out

@@ -334,7 +334,9 @@ def train(args, config, meta, ckpt, device, dtype):
                 print(f"step {step:,}/{last:,}  loss {loss:.4f}{val_loss}  lr {lr:.1e}  grad norm {grad_norm:.2f}  {per_step / dt:,.0f} "
                       f"tokens/s  MFU {mfu}  {(shown - start) / (step - first) * (last - step):,.0f} s left", flush=True)
     ended_by = interrupt.signal or (signal.SIGTERM if stop else 0)      # stop alone: another rank's signal
-    if rank == 0 and first < step == args.max_iters and not ended_by:
+    if rank == 0 and ended_by:
+        print(f"stopped by signal {ended_by}, saved at step {step:,}; --out {args.out} --resume continues", flush=True)
+    elif rank == 0 and first < step == args.max_iters:
         finish(args, meta, model, device, record.get("val_loss"))
     return ended_by
 
