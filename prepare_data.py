@@ -154,7 +154,7 @@ def batches(files, args, count):
                 if not isinstance(row, dict) or not isinstance(row.get(args.text_key), str):
                     raise ValueError(f"expected a string under the key {args.text_key!r} (--text_key), found {reprlib.repr(row)}")
                 text, lone = re.subn("[\ud800-\udfff]", "\ufffd", row[args.text_key])    # JSON can hold half a surrogate pair
-                count.update(replaced=bad + lone, blank=not text)
+                count.update(replaced=bad + lone, blank=int(not text))
                 batch += [text] if text else []
                 n, full = n + 1, full + sys.getsizeof(text)
                 if full >= args.workers << 22:

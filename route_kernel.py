@@ -491,7 +491,7 @@ class BlockedRead(torch.autograd.Function):
     def backward(ctx, do, token):
         (out,), history = ctx.saved_tensors, ctx.history
         if (history.top is None) != (token is None) or history.top is not None and ctx.i >= history.top:
-            raise RuntimeError("the fused router's backward has run once; a second one (retain_graph) needs kernel='eager'")
+            raise RuntimeError("a backward has already gone through this forward's fused reads; a second one needs kernel='eager'")
         with on(out.device):
             do = torch.zeros_like(out) if do is None else do.contiguous()
             ds, dw = history.read_backward(do, out, ctx.i)
@@ -517,6 +517,9 @@ def blocked_router(q, g, H, eps=1e-6):
             raise ValueError(f"source {i} is {tuple(s.shape)} on {s.device}, expected at most {len(q)} of equal shape [B, T, {q.size(1)}] "
                              f"on {q.device}")
         history = history or History(s, w, H, eps)
+        history.tracked = torch.is_grad_enabled() if i % K == 0 else history.tracked
+        if torch.is_grad_enabled() and not history.tracked:
+            raise RuntimeError(f"read {i - i % K} ran under no_grad, so that q and g would lose gradient; use requires_grad_(False)")
         out, token = BlockedRead.apply(s, token, w[i:i + K] if i % K == 0 else None, history, i)
         return out
     return step
