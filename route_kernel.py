@@ -179,11 +179,11 @@ def route(sources, q, g, H, eps=1e-6):
 K = 16
 
 @triton.jit
-def dot(a, b, F32: tl.constexpr):
-    """a b, summed in fp32; the operands in full fp32, or b rounded to a's half precision."""
+def dot(a, b, F32: tl.constexpr, HALF: tl.constexpr):
+    """a b, summed in fp32; the operands in full fp32, or rounded to the sources' half precision."""
     if F32:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b.to(a.dtype))
+    return tl.dot(a.to(HALF), b.to(HALF))
 
 @triton.jit
 def scores_of(p_x, block, n, h, BT, H: tl.constexpr, K: tl.constexpr):
@@ -221,9 +221,9 @@ def score_kernel(p_v, p_r, p_w, p_x, BT, n, first, D: tl.constexpr, H: tl.conste
         m_c = o_c < DH
         b_v = tl.load(p_v + o_t[:, None] * D + h * DH + o_c[None, :], mask=m_t[:, None] & m_c[None, :], other=0.0)       # [TT, C]
         b_w = tl.load(p_w + (block * K + o_k)[None, :] * D + h * DH + o_c[:, None], mask=m_c[:, None], other=0.0)         # [C, K]
-        x += dot(b_v, b_w, F32)
+        x += dot(b_v, b_w, F32, p_v.dtype.element_ty)
         if not F32:                                          # the query's low bits matter: a second product for them
-            x += dot(b_v, b_w - b_w.to(b_v.dtype).to(tl.float32), F32)
+            x += dot(b_v, b_w - b_w.to(b_v.dtype).to(tl.float32), F32, p_v.dtype.element_ty)
     x *= tl.load(p_r + o_t, mask=m_t, other=0.0)[:, None]
     p = scores_of(p_x, block, n, h, BT, H, K)
     if n > block * K:                                        # two stores with constant strides are twice as fast as one without
@@ -248,10 +248,7 @@ def block_read_kernel(p_v, p_x, p_part, p_m, p_l, BT, block, D: tl.constexpr, H:
         m_new = tl.maximum(m, tl.max(x, 0))
         scale, p = tl.exp(m - m_new), tl.exp(x - m_new[None, :])                                                       # [K], [NT, K]
         l, m = l * scale + tl.sum(p, 0), m_new  # noqa: E741
-        if F32:
-            acc = acc * scale[:, None] + dot(tl.trans(p), b_v, F32)
-        else:
-            acc = acc * scale[:, None] + tl.dot(tl.trans(p.to(b_v.dtype)), b_v)
+        acc = acc * scale[:, None] + dot(tl.trans(p), b_v, F32, p_v.dtype.element_ty)
     part = (acc / l[:, None]).to(p_part.dtype.element_ty)
     tl.store(p_part + (o_k.to(tl.int64) * BT + t)[:, None] * D + h * DH + o_c[None, :], part, mask=(o_c < DH)[None, :])
     first = o_k + K * tl.program_id(2) < K                   # one of the chunks
@@ -337,7 +334,7 @@ def push_kernel(p_v, p_r, p_x, p_do, p_m, p_l, p_delta, p_acc, p_c, BT, block, k
             o_c = c + tl.arange(0, C)
             b_v = tl.load(p_v + o_n[:, None] * D + h * DH + o_c[None, :], mask=m_n[:, None] & (o_c < DH)[None, :], other=0.0)
             b_do = tl.load(p_dok[None, :] + o_c[:, None], mask=m_k[None, :] & (o_c < DH)[:, None], other=0.0)         # [C, K]
-            P += dot(b_v, b_do, F32)
+            P += dot(b_v, b_do, F32, p_v.dtype.element_ty)
         p_xn = scores_of(p_x, block, n, h, BT, H, K)[:, None] + t * K + o_k[None, :]
         x = tl.load(p_xn, mask=m_n[:, None], other=0.0)
         a = tl.where(m_n[:, None] & m_k[None, :], tl.exp(x - m[None, :]) / l[None, :], 0.0)                            # [NT, K]
@@ -352,10 +349,7 @@ def push_kernel(p_v, p_r, p_x, p_do, p_m, p_l, p_delta, p_acc, p_c, BT, block, k
         for c in range(0, DH, C):
             o_c = c + tl.arange(0, C)
             b_do = tl.load(p_dok[:, None] + o_c[None, :], mask=m_k[:, None] & (o_c < DH)[None, :], other=0.0)         # [K, C]
-            if F32:
-                acc = dot(a, b_do, F32)
-            else:
-                acc = tl.dot(a.to(b_do.dtype), b_do)
+            acc = dot(a, b_do, F32, p_v.dtype.element_ty)
             p_g, mask = p_acc + o_n[:, None] * D + h * DH + o_c[None, :], m_n[:, None] & (o_c < DH)[None, :]
             if not FRESH:
                 acc += tl.load(p_g, mask=mask, other=0.0)
@@ -374,10 +368,7 @@ def finalize_kernel(p_v, p_r, p_x, p_w, p_acc, p_c, p_ds, BT, n, top, D: tl.cons
         b_x = tl.load(scores_of(p_x, block, n, h, BT, H, K) + o_t[:, None] * s_t + o_k[None, :] * s_k,
                       mask=m_t[:, None] & ((site >= n) & (site <= top))[None, :], other=0.0)                           # [TT, K]
         b_w = tl.load(p_w + site[:, None] * D + h * DH + o_c[None, :], mask=(o_c < DH)[None, :], other=0.0)            # [K, C]
-        if F32:
-            dk += dot(b_x, b_w, F32)
-        else:
-            dk += tl.dot(b_x.to(p_v.dtype.element_ty), b_w.to(p_v.dtype.element_ty))
+        dk += dot(b_x, b_w, F32, p_v.dtype.element_ty)
     row = n.to(tl.int64) * BT + o_t
     o_ch = (n.to(tl.int64) * H + o_h)[None, :] * BT + o_t[:, None]
     c = tl.sum(tl.load(p_c + o_ch, mask=m_t[:, None] & (o_h < H)[None, :], other=0.0), 1)
@@ -402,10 +393,7 @@ def query_kernel(p_v, p_x, p_dw, BT, block, top, D: tl.constexpr, H: tl.constexp
             b_x = tl.load(scores_of(p_x, block, n, h, BT, H, K) + o_t[:, None] * s_t + o_k[None, :] * s_k,
                           mask=(o_t < BT)[:, None] & ((site >= n) & (site <= top))[None, :], other=0.0)                # [TT, K]
             b_v = tl.load(p_n + o_t[:, None] * D + o_c[None, :], mask=(o_t < BT)[:, None] & (o_c < DH)[None, :], other=0.0)
-            if F32:
-                acc += dot(tl.trans(b_x), b_v, F32)
-            else:
-                acc += tl.dot(tl.trans(b_x.to(b_v.dtype)), b_v)
+            acc += dot(tl.trans(b_x), b_v, F32, p_v.dtype.element_ty)
     o = (tl.program_id(0) * K + o_k)[:, None] * D + h * DH + o_c[None, :]
     tl.store(p_dw + o, acc, mask=(o_c < DH)[None, :])
 

@@ -42,7 +42,7 @@ PEAK_FLOPS = {"H200 NVL": 835e12, "H200": 989e12, "GH200": 989e12, "H100 PCIe": 
               "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12}
 
 DEFAULT_DATA = "data/stdlib"
-NOT_KEPT = ("resume", "overwrite", "eval_only", "table", "stop_at", "out", "device", "compile", "cuda_graph")     # in checkpoints
+NOT_KEPT = ("resume", "overwrite", "eval_only", "table", "stop_at", "out", "device", "compile", "cuda_graph", "fused")     # in checkpoints
 
 def peak_flops(device_name):
     """Dense bf16 FLOP/s of a device, or None for one that is not in the table."""
@@ -244,7 +244,6 @@ def train(args, config, meta, ckpt, device, dtype):
     optimizer = model.configure_optimizer(args.lr, args.weight_decay, decay=args.decay)
     mixed = dtype.itemsize < model.embed.weight.itemsize
     autocast = functools.partial(torch.autocast, device.type, dtype, enabled=mixed, cache_enabled=False)
-    fused = config.mode not in ("baseline", "hyper") and fused_kernels(config.kernel, device, dtype)
     data = {s: Loader(os.path.join(args.data, s + ".bin"), meta["dtype"], config.block_size, args.batch_size, args.seed,
                       meta["vocab_size"]) for s in ("train", "val")}
     step, per_step = 0, args.batch_size * args.grad_accum * config.block_size
@@ -265,7 +264,7 @@ def train(args, config, meta, ckpt, device, dtype):
         print(f"\n{args.name}: {model.num_params():,} parameters ({', '.join(groups)}), vocabulary {meta['vocab_size']:,} padded to "
               f"{config.vocab_size:,}\n{size} x {name}, {args.param_dtype} parameters, {str(dtype)[6:]} compute, compile "
               f"{'on' if args.compile else 'off'}, CUDA graph {'on' if args.cuda_graph else 'off'}, depth reads "
-              f"{'fused' if fused else 'eager'}\nsteps {step:,} to {args.max_iters:,} of {per_step:,} tokens, "
+              f"{'fused' if args.fused else 'eager'}\nsteps {step:,} to {args.max_iters:,} of {per_step:,} tokens, "
               f"{data['train'].windows * config.block_size / per_step:,.1f} an epoch -> {args.out}", flush=True)
         os.makedirs(args.out, exist_ok=True)
         if not step and os.path.exists(ckpt_path):
@@ -275,7 +274,7 @@ def train(args, config, meta, ckpt, device, dtype):
         write_atomic(os.path.join(args.out, "config.json"), json.dumps(dict(
             name=args.name, parameters=model.num_params(), model=asdict(config), args=vars(args), data=meta, processes=size,
             device=name, torch=torch.__version__, commit=git_commit()), indent=1))
-    if args.compile and fused:                              # the fused router is no code for the compiler: compile around it
+    if args.compile and args.fused:                              # the fused router is no code for the compiler: compile around it
         for f in (f for block in model.blocks for f in (block.attn, block.mlp)):
             f.compile()
         model.head = torch.compile(model.head)
@@ -453,6 +452,8 @@ def main(argv=None):
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
         if kind not in ("cpu", "cuda", "mps") or not (kind == "cpu" or getattr(torch, kind).is_available()):
             raise ValueError(f"--device {kind} is not available here; auto takes what there is")
+        if args.cuda_graph and kind != "cuda":
+            raise ValueError(f"--cuda_graph needs --device cuda, not {kind}")
         if "RANK" in os.environ and not dist.is_initialized():
             dist.init_process_group("nccl" if kind == "cuda" else "gloo")
         rank, size = world()
@@ -464,13 +465,14 @@ def main(argv=None):
         if size > 1:
             dist.barrier()
         runs = [settings(args, spec, out) for spec, out in zip(args.mode.split(","), outs)]
-        for args, config, meta, ckpt in runs:
+        device, dtype = torch.device(kind), args.param_dtype if kind != "cuda" else "bfloat16"
+        dtype = getattr(torch, dtype if args.dtype == "auto" else args.dtype)
+        for args, config, *_ in runs:
             args.compile = kind == "cuda" if args.compile is None else args.compile
-            if args.cuda_graph and kind != "cuda":
-                raise ValueError(f"--cuda_graph needs --device cuda, not {kind}")
-            dtype = args.dtype if args.dtype != "auto" else "bfloat16" if kind == "cuda" else args.param_dtype
+            args.fused = config.mode not in ("baseline", "hyper") and fused_kernels(config.kernel, device, dtype) is not None
+        for args, config, meta, ckpt in runs:
             torch.compiler.reset()
-            stop = train(args, config, meta, ckpt, torch.device(kind), getattr(torch, dtype))
+            stop = train(args, config, meta, ckpt, device, dtype)
             if stop:
                 sys.exit(128 + stop)
         if several and rank == 0:
