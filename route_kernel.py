@@ -31,6 +31,11 @@ from torch.autograd.function import once_differentiable
 
 INTS = ["BT", "N", "n", "first", "block", "k", "k_end", "top"]    # one compiled kernel whatever their values
 
+@triton.jit
+def inverse_root(x):
+    """1 / sqrt(x), correctly rounded: the error of tl.rsqrt, times a logit of 50, is 1e-5 of a weight."""
+    return tl.div_rn(1.0, tl.sqrt_rn(x))
+
 @triton.jit(do_not_specialize=INTS)
 def read_forward(p_s, p_w, p_out, p_x, p_m, p_l, BT, N, eps, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr,
                  TILE: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr):
@@ -48,7 +53,7 @@ def read_forward(p_s, p_w, p_out, p_x, p_m, p_l, BT, N, eps, D: tl.constexpr, H:
     row = o_t                                                                        # of source n: n BT + t
     for _ in range(N):
         b_s = tl.load(p_s + row[:, None, None] * D + o_d[None], mask=mask, other=0.0).to(tl.float32)    # [TILE, HP, DP]
-        r = tl.rsqrt(tl.sum(tl.sum(b_s * b_s, 2), 1) / D + eps)                      # [TILE]
+        r = inverse_root(tl.sum(tl.sum(b_s * b_s, 2), 1) / D + eps)                  # [TILE]
         x = tl.sum(b_s * b_w[None], 2) * r[:, None]                                  # [TILE, HP]
         tl.store(p_x + row[:, None] * H + o_h[None, :], x, mask=m_th)
         m_new = tl.maximum(m, x)
@@ -90,7 +95,7 @@ def read_backward(p_s, p_w, p_do, p_x, p_m, p_l, p_ds, p_dw, BT, N, eps, D: tl.c
             x = tl.load(p_x + row[:, None] * H + o_h[None, :], mask=m_th, other=0.0)
             a = tl.exp(x - m) / l
             dx = a * (tl.sum(b_do * b_s, 2) - delta)                                 # [TILE, HP]
-            r = tl.where(m_t, tl.rsqrt(tl.sum(tl.sum(b_s * b_s, 2), 1) / D + eps), 0.0)                 # [TILE]
+            r = tl.where(m_t, inverse_root(tl.sum(tl.sum(b_s * b_s, 2), 1) / D + eps), 0.0)                 # [TILE]
             c = r * r / D * tl.sum(dx * x, 1)                                        # [TILE], along s itself
             rdx = (dx * r[:, None])[:, :, None]
             ds = a[:, :, None] * b_do + rdx * b_w[None] - c[:, None, None] * b_s
@@ -174,8 +179,9 @@ def route(sources, q, g, H, eps=1e-6):
     return Route.apply(q.float() * g.float(), H, eps, *sources)
 
 # ---------------------------------------------------------------- the blocked router of the full-depth modes
-# Block b is the K sites bK .. bK+K-1. Its old sources are 0 .. bK, known at its first site; the others arrive inside it.
-# Kernels: tt a tile of tokens, h a head, c a chunk of columns of the head's slice, k a site of the block, n a source.
+# Block b is the K sites bK .. bK+K-1. Its old sources, 0 .. bK-1, are b full tiles of K; the others arrive inside it.
+# Kernels: tt a tile of tokens, h a head, c a chunk of columns of the head's slice, k a site of the block, n a source. Programs of
+# neighbouring heads run together: they read neighbouring memory.
 K = 16
 
 @triton.jit
@@ -187,249 +193,267 @@ def dot(a, b, F32: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def scores_of(p_x, block, n, h, BT, H: tl.constexpr, K: tl.constexpr):
-    """
-    Scores of source n in a block, BT K numbers. Block b keeps [sources 0 .. (b+1)K-1, H] of them, one block behind the other:
-    [BT, K] for old sources, which kernels read by the token, and [K, BT] for those that arrive inside the block.
-    """
+    """Scores [BT, K] of source n in a block. Block b keeps them for [sources 0 .. (b+1)K-1, H], one block behind the other."""
     return p_x + ((n + K * (block * (block + 1) // 2)).to(tl.int64) * H + h) * BT * K
 
-@triton.jit
-def strides_of(block, n, BT, K: tl.constexpr):
-    """Strides of token and site in these scores."""
-    inside = (n > block * K).to(tl.int32)
-    return K + inside * (1 - K), 1 + inside * (BT - 1)
-
 @triton.jit(do_not_specialize=INTS)
-def append_kernel(p_s, p_v, p_r, BT, eps, D: tl.constexpr, TT: tl.constexpr, DP: tl.constexpr):
-    """V[n] = s, R[n] = rsqrt(mean s^2 + eps)."""
-    o_t, o_d = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT), tl.arange(0, DP)
-    mask = (o_t < BT)[:, None] & (o_d < D)[None, :]
-    b_s = tl.load(p_s + o_t[:, None] * D + o_d[None, :], mask=mask, other=0.0)
-    tl.store(p_v + o_t[:, None] * D + o_d[None, :], b_s, mask=mask)
-    b_f = b_s.to(tl.float32)
-    tl.store(p_r + o_t, tl.rsqrt(tl.sum(b_f * b_f, 1) / D + eps), mask=o_t < BT)
-
-@triton.jit(do_not_specialize=INTS)
-def score_kernel(p_v, p_r, p_w, p_x, BT, n, first, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr,
-                 K: tl.constexpr, TT: tl.constexpr, F32: tl.constexpr):
-    """x[n, h, t, k] = r_n w_k[h] . s_n[h] for the blocks from `first` on; p_v and p_r point at V[n] and R[n]."""
-    o_t, o_k = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT), tl.arange(0, K)
-    h, block, m_t = tl.program_id(1), first + tl.program_id(2), o_t < BT
-    x = tl.zeros([TT, K], tl.float32)
+def append_kernel(p_s, p_v, p_y, p_w, p_low, BT, n, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr,
+                  K: tl.constexpr, TT: tl.constexpr, F32: tl.constexpr):
+    """V[n] = s, and the scores before the norm, y[n, h, t, k] = w_k[h] . s[h], for its own block and all later ones."""
+    o_t, o_k, h = (tl.program_id(0) // H).to(tl.int64) * TT + tl.arange(0, TT), tl.arange(0, K), tl.program_id(0) % H
+    block, m_t, m_own = n // K + tl.program_id(1), o_t < BT, o_t < tl.where(tl.program_id(1) == 0, BT, 0)
+    y = tl.zeros([TT, K], tl.float32)
     for c in range(0, DH, C):
         o_c = c + tl.arange(0, C)
         m_c = o_c < DH
-        b_v = tl.load(p_v + o_t[:, None] * D + h * DH + o_c[None, :], mask=m_t[:, None] & m_c[None, :], other=0.0)       # [TT, C]
-        b_w = tl.load(p_w + (block * K + o_k)[None, :] * D + h * DH + o_c[:, None], mask=m_c[:, None], other=0.0)         # [C, K]
-        x += dot(b_v, b_w, F32, p_v.dtype.element_ty)
-        if not F32:                                          # the query's low bits matter: a second product for them
-            x += dot(b_v, b_w - b_w.to(b_v.dtype).to(tl.float32), F32, p_v.dtype.element_ty)
-    x *= tl.load(p_r + o_t, mask=m_t, other=0.0)[:, None]
-    p = scores_of(p_x, block, n, h, BT, H, K)
-    if n > block * K:                                        # two stores with constant strides are twice as fast as one without
-        tl.store(p + o_t[:, None] + o_k[None, :] * BT, x, mask=m_t[:, None])
-    else:
-        tl.store(p + o_t[:, None] * K + o_k[None, :], x, mask=m_t[:, None])
+        o, mask = o_t[:, None] * D + h * DH + o_c[None, :], m_t[:, None] & m_c[None, :]
+        b_s = tl.load(p_s + o, mask=mask, other=0.0)                                                                   # [TT, C]
+        tl.store(p_v + o, b_s, mask=m_own[:, None] & m_c[None, :])
+        o_w = (block * K + o_k)[None, :] * D + h * DH + o_c[:, None]                                                   # [C, K]
+        b_w = tl.load(p_w + o_w, mask=m_c[:, None], other=0.0)
+        if F32:                                              # a sum of sums: added, the compiler would make it one long chain
+            y -= dot(b_s, -b_w, F32, p_v.dtype.element_ty)
+        else:                                                # the low bits of w matter: a second product for them
+            y += dot(b_s, b_w, F32, p_v.dtype.element_ty)
+            y += dot(b_s, tl.load(p_low + o_w, mask=m_c[:, None], other=0.0), F32, p_v.dtype.element_ty)
+    tl.store(scores_of(p_y, block, n, h, BT, H, K) + o_t[:, None] * K + o_k[None, :], y, mask=m_t[:, None])
 
 @triton.jit(do_not_specialize=INTS)
-def block_read_kernel(p_v, p_x, p_part, p_m, p_l, BT, block, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr,
-                      K: tl.constexpr, NT: tl.constexpr, F32: tl.constexpr):
+def block_read_kernel(p_v, p_r, p_y, p_part, p_m, p_l, BT, block, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr,
+                      K: tl.constexpr, F32: tl.constexpr):
     """The K sites' mixes of the old sources, one token and head a program: flash-attention over depth, sites as queries."""
-    t, h, o_k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, K)
-    o_c = tl.program_id(2) * C + tl.arange(0, C)
+    t, h, o_k = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H, tl.arange(0, K)
+    o_c = tl.program_id(1) * C + tl.arange(0, C)
     m, l = tl.full([K], float("-inf"), tl.float32), tl.zeros([K], tl.float32)  # noqa: E741
     acc = tl.zeros([K, C], tl.float32)
-    for n0 in range(0, block * K + 1, NT):
-        n = n0 + tl.arange(0, NT)
-        m_n = n <= block * K
-        x = tl.load(scores_of(p_x, block, n, h, BT, H, K)[:, None] + t * K + o_k[None, :], mask=m_n[:, None], other=float("-inf"))
-        b_v = tl.load(p_v + (n.to(tl.int64) * BT + t)[:, None] * D + h * DH + o_c[None, :],
-                      mask=m_n[:, None] & (o_c < DH)[None, :], other=0.0)                                               # [NT, C]
+    for tile in range(block):
+        n = tile * K + o_k                                                                                             # [K] sources
+        o_n = n.to(tl.int64) * BT + t
+        x = tl.load(scores_of(p_y, block, n, h, BT, H, K)[:, None] + t * K + o_k[None, :]) * tl.load(p_r + o_n)[:, None]
+        b_v = tl.load(p_v + o_n[:, None] * D + h * DH + o_c[None, :], mask=(o_c < DH)[None, :], other=0.0)             # [K, C]
         m_new = tl.maximum(m, tl.max(x, 0))
-        scale, p = tl.exp(m - m_new), tl.exp(x - m_new[None, :])                                                       # [K], [NT, K]
+        scale, p = tl.exp(m - m_new), tl.exp(x - m_new[None, :])                                                       # [K], [K, K]
         l, m = l * scale + tl.sum(p, 0), m_new  # noqa: E741
         acc = acc * scale[:, None] + dot(tl.trans(p), b_v, F32, p_v.dtype.element_ty)
     part = (acc / l[:, None]).to(p_part.dtype.element_ty)
     tl.store(p_part + (o_k.to(tl.int64) * BT + t)[:, None] * D + h * DH + o_c[None, :], part, mask=(o_c < DH)[None, :])
-    first = o_k + K * tl.program_id(2) < K                   # one of the chunks
-    o = (o_k.to(tl.int64) * H + h) * BT + t
+    first = o_k + K * tl.program_id(1) < K                   # one of the chunks
+    o = (o_k.to(tl.int64) * BT + t) * H + h
     tl.store(p_m + o, m, mask=first)
     tl.store(p_l + o, l, mask=first)
 
+# A row of every head, in NC chunks of CW columns: tuples of [tt, HP, CW]. So 160 columns take 5 x 32 lanes and not 256.
+@triton.jit
+def load_row(p, mask, NC: tl.constexpr, CW: tl.constexpr):
+    v = ()
+    for c in tl.static_range(NC):
+        v = v + (tl.load(p + c * CW, mask=mask, other=0.0),)
+    return v
+
+@triton.jit
+def store_row(p, v, mask, NC: tl.constexpr, CW: tl.constexpr):
+    for c in tl.static_range(NC):
+        tl.store(p + c * CW, v[c].to(p.dtype.element_ty), mask=mask)
+
+@triton.jit
+def inner(u, v, NC: tl.constexpr):
+    """sum_c u_c v_c, [tt, HP]"""
+    uv = u[0].to(tl.float32) * v[0].to(tl.float32)
+    for c in tl.static_range(1, NC):
+        uv += u[c].to(tl.float32) * v[c].to(tl.float32)
+    return tl.sum(uv, 2)
+
+@triton.jit
+def times(u, a, NC: tl.constexpr):
+    """a u, fp32, for a [tt, HP]"""
+    au = ()
+    for c in tl.static_range(NC):
+        au = au + (a[:, :, None] * u[c].to(tl.float32),)
+    return au
+
+@triton.jit
+def add(u, a, v, NC: tl.constexpr):
+    """u + a v, for a [tt, HP]"""
+    w = ()
+    for c in tl.static_range(NC):
+        w = w + (u[c] + a[:, :, None] * v[c].to(tl.float32),)
+    return w
+
 @triton.jit(do_not_specialize=INTS)
-def site_read_kernel(p_v, p_x, p_part, p_m0, p_l0, p_out, p_m, p_l, BT, block, k, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr,
-                     DP: tl.constexpr, K: tl.constexpr, TT: tl.constexpr):
-    """Site k of the block: its share of the block read, then the k sources that arrived since."""
-    o_t, o_c, h = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT), tl.arange(0, DP), tl.program_id(1)
-    m_t = o_t < BT
-    mask, o = m_t[:, None] & (o_c < DH)[None, :], o_t[:, None] * D + h * DH + o_c[None, :]
-    m, l = tl.load(p_m0 + h * BT + o_t, mask=m_t, other=0.0), tl.load(p_l0 + h * BT + o_t, mask=m_t, other=1.0)  # noqa: E741
-    acc = tl.load(p_part + o, mask=mask, other=0.0).to(tl.float32) * l[:, None]                                        # [TT, DP]
-    o_n = o + (block * K + 1).to(tl.int64) * BT * D
-    p_xn = scores_of(p_x, block, block * K + 1, h, BT, H, K) + k.to(tl.int64) * BT + o_t
+def site_read_kernel(p_s, p_v, p_r, p_y, p_part, p_m0, p_l0, p_out, p_stat, BT, block, k, eps, D: tl.constexpr, H: tl.constexpr,
+                     DH: tl.constexpr, HP: tl.constexpr, NC: tl.constexpr, CW: tl.constexpr, K: tl.constexpr, TT: tl.constexpr):
+    """Site k of the block: its newest source, whose R comes first, its share of the block read, then the k sources between."""
+    o_t, o_h, o_c = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT), tl.arange(0, HP), tl.arange(0, CW)
+    m_t, m_h, rows, first = o_t < BT, o_h < H, BT.to(tl.int64), block * K
+    m_th, mask = m_t[:, None] & m_h[None, :], m_t[:, None, None] & m_h[None, :, None] & (o_c < DH)[None, None, :]
+    o, o_th = o_t[:, None, None] * D + o_h[None, :, None] * DH + o_c[None, None, :], o_t[:, None] * H + o_h[None, :]
+    b_s = load_row(p_s + o, mask, NC, CW)                                                                              # NC [TT, HP, CW]
+    r = inverse_root(tl.sum(inner(b_s, b_s, NC), 1) / D + eps)                                                         # [TT]
+    tl.store(p_r + (first + k) * rows + o_t, r, mask=m_t)
+    p_yk = scores_of(p_y, block, first, 0, BT, H, K) + o_h[None, :] * rows * K + o_t[:, None] * K + k
+    m = tl.load(p_yk + k * rows * H * K, mask=m_th, other=0.0) * r[:, None]                                            # [TT, HP]
+    l, acc = tl.full([TT, HP], 1.0, tl.float32), times(b_s, tl.full([TT, HP], 1.0, tl.float32), NC)  # noqa: E741
+    if block > 0:
+        m0, l0 = tl.load(p_m0 + o_th, mask=m_th, other=0.0), tl.load(p_l0 + o_th, mask=m_th, other=1.0)
+        m_new = tl.maximum(m, m0)
+        scale, p = tl.exp(m - m_new), tl.exp(m0 - m_new) * l0
+        l, m = scale + p, m_new  # noqa: E741
+        acc = add(times(acc, scale, NC), p, load_row(p_part + o, mask, NC, CW), NC)
+    p_vn, p_rn = p_v + first * rows * D + o, p_r + first * rows + o_t
     for _ in range(k):
-        x, b_v = tl.load(p_xn, mask=m_t, other=0.0), tl.load(p_v + o_n, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(p_yk, mask=m_th, other=0.0) * tl.load(p_rn, mask=m_t, other=0.0)[:, None]
         m_new = tl.maximum(m, x)
         scale, p = tl.exp(m - m_new), tl.exp(x - m_new)
         l, m = l * scale + p, m_new  # noqa: E741
-        acc = acc * scale[:, None] + p[:, None] * b_v
-        o_n += BT.to(tl.int64) * D
-        p_xn += BT.to(tl.int64) * H * K
-    tl.store(p_out + o, (acc / l[:, None]).to(p_out.dtype.element_ty), mask=mask)
-    tl.store(p_m + h * BT + o_t, m, mask=m_t)
-    tl.store(p_l + h * BT + o_t, l, mask=m_t)
+        acc = add(times(acc, scale, NC), p, load_row(p_vn, mask, NC, CW), NC)
+        p_vn += rows * D
+        p_yk += rows * H * K
+        p_rn += rows
+    store_row(p_out + o, times(acc, 1.0 / l, NC), mask, NC, CW)
+    p_statk = p_stat + o_t[:, None] * 3 * H + o_h[None, :]
+    tl.store(p_statk, m, mask=m_th)
+    tl.store(p_statk + H, 1.0 / l, mask=m_th)
 
 @triton.jit(do_not_specialize=INTS)
-def delta_kernel(p_do, p_out, p_keep, p_delta, BT, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, DP: tl.constexpr, TT: tl.constexpr):
-    """Keeps do for the rest of the block, and D_h = do_h . out_h."""
-    o_t, o_c, h = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT), tl.arange(0, DP), tl.program_id(1)
-    mask, o = (o_t < BT)[:, None] & (o_c < DH)[None, :], o_t[:, None] * D + h * DH + o_c[None, :]
-    b_do = tl.load(p_do + o, mask=mask, other=0.0)
-    tl.store(p_keep + o, b_do, mask=mask)
-    b_out = tl.load(p_out + o, mask=mask, other=0.0).to(tl.float32)
-    tl.store(p_delta + h * BT + o_t, tl.sum(b_do.to(tl.float32) * b_out, 1), mask=o_t < BT)
-
-@triton.jit(do_not_specialize=INTS)
-def gather_kernel(p_v, p_r, p_x, p_do, p_m, p_l, p_delta, p_acc, p_c, BT, block, k, k_end, D: tl.constexpr, H: tl.constexpr,
-                  DH: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, TT: tl.constexpr, FRESH: tl.constexpr):
-    """Source bK+k, 0 < k: its gradient as a value from the sites k .. k_end-1 of its own block, and their dx r, stored over x."""
-    o_t, o_c, h = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT), tl.arange(0, DP), tl.program_id(1)
-    m_t, n = o_t < BT, block * K + k
-    mask, o = m_t[:, None] & (o_c < DH)[None, :], o_t[:, None] * D + h * DH + o_c[None, :]
-    o_n, o_nh = n.to(tl.int64) * BT * D + o, (n.to(tl.int64) * H + h) * BT + o_t
-    b_v = tl.load(p_v + o_n, mask=mask, other=0.0).to(tl.float32)
-    r = tl.load(p_r + n.to(tl.int64) * BT + o_t, mask=m_t, other=0.0)
-    acc, c = tl.zeros([TT, DP], tl.float32), tl.zeros([TT], tl.float32)
-    if not FRESH:
-        acc, c = tl.load(p_acc + o_n, mask=mask, other=0.0), tl.load(p_c + o_nh, mask=m_t, other=0.0)
-    p_xn, o_j, o_jh = scores_of(p_x, block, n, h, BT, H, K) + k * BT + o_t, k.to(tl.int64) * BT * D + o, (k.to(tl.int64) * H + h) * BT + o_t
-    for _ in range(k, k_end):
-        b_do = tl.load(p_do + o_j, mask=mask, other=0.0).to(tl.float32)                                                # [TT, DP]
-        x = tl.load(p_xn, mask=m_t, other=0.0)
-        a = tl.exp(x - tl.load(p_m + o_jh, mask=m_t, other=0.0)) / tl.load(p_l + o_jh, mask=m_t, other=1.0)
-        dx = a * (tl.sum(b_do * b_v, 1) - tl.load(p_delta + o_jh, mask=m_t, other=0.0))
-        acc += a[:, None] * b_do
+def gather_kernel(p_grad, p_out, p_v, p_r, p_y, p_w, p_do, p_stat, p_acc, p_c, p_ds, BT, block, k, k_end, D: tl.constexpr, H: tl.constexpr,
+                  DH: tl.constexpr, HP: tl.constexpr, NC: tl.constexpr, CW: tl.constexpr, K: tl.constexpr, TT: tl.constexpr,
+                  PUSHED: tl.constexpr):
+    """
+    Site k of the block gets its gradient: keeps it and D_h = do_h . out_h. That completes the gradient of source bK+k, from the sites
+    k .. k_end-1 of its own block, and what later blocks have pushed. The dx r that dw needs are stored over the scores.
+    """
+    o_t, o_h, o_c = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT), tl.arange(0, HP), tl.arange(0, CW)
+    m_t, m_h, rows, n = o_t < BT, o_h < H, BT.to(tl.int64), block * K + k
+    m_th, mask = m_t[:, None] & m_h[None, :], m_t[:, None, None] & m_h[None, :, None] & (o_c < DH)[None, None, :]
+    o, o_th = o_t[:, None, None] * D + o_h[None, :, None] * DH + o_c[None, None, :], o_t[:, None] * H + o_h[None, :]
+    b_v, b_do = load_row(p_v + n * rows * D + o, mask, NC, CW), load_row(p_grad + o, mask, NC, CW)                     # NC [TT, HP, CW]
+    store_row(p_do + k * rows * D + o, b_do, mask, NC, CW)
+    delta = inner(b_do, load_row(p_out + o, mask, NC, CW), NC)                                                         # [TT, HP]
+    p_statj = p_stat + k * rows * 3 * H + o_t[:, None] * 3 * H + o_h[None, :]
+    tl.store(p_statj + 2 * H, delta, mask=m_th)
+    r = tl.load(p_r + n * rows + o_t, mask=m_t, other=0.0)[:, None]
+    zero, o_k = tl.zeros([TT, HP], tl.float32), tl.arange(0, K)
+    ds, c, rdx = times(b_v, zero, NC), zero, tl.zeros([TT, HP, K], tl.float32)
+    p_yn = scores_of(p_y, block, n, 0, BT, H, K) + o_h[None, :] * rows * K + o_t[:, None] * K
+    p_doj, p_wj, p_yj = p_do + k * rows * D + o, p_w + n * D + o - (o_t * D)[:, None, None], p_yn + k
+    for j in range(k, k_end):
+        m, inv = tl.load(p_statj, mask=m_th, other=0.0), tl.load(p_statj + H, mask=m_th, other=0.0)
+        p_statj += rows * 3 * H
+        p_doj += rows * D
+        delta_next, b_next = tl.load(p_statj + 2 * H, mask=m_th, other=0.0), load_row(p_doj, mask, NC, CW)  # of site j+1, in advance
+        x = tl.load(p_yj, mask=m_th, other=0.0) * r
+        a = tl.exp(x - m) * inv
+        dx = a * (inner(b_do, b_v, NC) - delta)
+        dx = tl.where(block * K + j > 0, dx, 0.0)            # site 0 has one source: no gradient, not even a rounding error
         c += dx * x
-        tl.store(p_xn, dx * r, mask=m_t)
-        p_xn += BT
-        o_j += BT.to(tl.int64) * D
-        o_jh += BT.to(tl.int64) * H
-    tl.store(p_acc + o_n, acc, mask=mask)
-    tl.store(p_c + o_nh, c, mask=m_t)
+        dx *= r
+        rdx = tl.where((o_k == j)[None, None, :], dx[:, :, None], rdx)       # stored later: in here a store costs a barrier
+        ds = add(add(ds, a, b_do, NC), dx, load_row(p_wj, mask, NC, CW), NC)
+        b_do, delta = b_next, delta_next
+        p_yj += 1
+        p_wj += D
+    tl.store(p_yn[:, :, None] + o_k[None, None, :], rdx, mask=m_th[:, :, None] & ((o_k >= k) & (o_k < k_end))[None, None, :])
+    if PUSHED:
+        ds = add(load_row(p_acc + n * rows * D + o, mask, NC, CW), zero + 1.0, ds, NC)
+        c += tl.load(p_c + n * rows * H + o_th, mask=m_th, other=0.0)
+    store_row(p_ds + o, add(ds, zero - tl.sum(c, 1)[:, None] * r * r / D, b_v, NC), mask, NC, CW)
 
 @triton.jit(do_not_specialize=INTS)
-def push_kernel(p_v, p_r, p_x, p_do, p_m, p_l, p_delta, p_acc, p_c, BT, block, k_end, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr,
-                C: tl.constexpr, K: tl.constexpr, NT: tl.constexpr, F32: tl.constexpr, FRESH: tl.constexpr):
-    """The block's old sources: what gather does for one source and its sites, for tiles of NT sources and all K sites."""
-    t, h, o_k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, K)
-    m_k, o = o_k < k_end, (o_k.to(tl.int64) * H + h) * BT + t
-    m, l = tl.load(p_m + o, mask=m_k, other=0.0), tl.load(p_l + o, mask=m_k, other=1.0)  # noqa: E741
-    delta = tl.load(p_delta + o, mask=m_k, other=0.0)
+def push_kernel(p_v, p_r, p_y, p_w, p_do, p_stat, p_acc, p_c, BT, block, k_end, D: tl.constexpr, H: tl.constexpr,
+                DH: tl.constexpr, C: tl.constexpr, K: tl.constexpr, F32: tl.constexpr, PUSHED: tl.constexpr):
+    """The block's old sources: what gather does for one source and its sites, for tiles of K sources and all K sites."""
+    t, h, o_k = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H, tl.arange(0, K)
+    m_k, p_statk = o_k < k_end, p_stat + (o_k.to(tl.int64) * BT + t) * 3 * H + h
+    m, inv = tl.load(p_statk, mask=m_k, other=0.0)[None, :], tl.load(p_statk + H, mask=m_k, other=0.0)[None, :]
+    delta = tl.load(p_statk + 2 * H, mask=m_k, other=0.0)[None, :]
     p_dok = p_do + (o_k.to(tl.int64) * BT + t) * D + h * DH                                                            # [K]
-    for n0 in range(0, block * K + 1, NT):
-        n = n0 + tl.arange(0, NT)
-        m_n, o_n = n <= block * K, n.to(tl.int64) * BT + t
-        P = tl.zeros([NT, K], tl.float32)
+    for tile in range(block):
+        n = tile * K + o_k
+        o_n = n.to(tl.int64) * BT + t
+        P = tl.zeros([K, K], tl.float32)                                                                               # sources, sites
         for c in range(0, DH, C):
             o_c = c + tl.arange(0, C)
-            b_v = tl.load(p_v + o_n[:, None] * D + h * DH + o_c[None, :], mask=m_n[:, None] & (o_c < DH)[None, :], other=0.0)
+            b_v = tl.load(p_v + o_n[:, None] * D + h * DH + o_c[None, :], mask=(o_c < DH)[None, :], other=0.0)
             b_do = tl.load(p_dok[None, :] + o_c[:, None], mask=m_k[None, :] & (o_c < DH)[:, None], other=0.0)         # [C, K]
             P += dot(b_v, b_do, F32, p_v.dtype.element_ty)
-        p_xn = scores_of(p_x, block, n, h, BT, H, K)[:, None] + t * K + o_k[None, :]
-        x = tl.load(p_xn, mask=m_n[:, None], other=0.0)
-        a = tl.where(m_n[:, None] & m_k[None, :], tl.exp(x - m[None, :]) / l[None, :], 0.0)                            # [NT, K]
-        dx = tl.where((block * K + o_k > 0)[None, :], a * (P - delta[None, :]), 0.0)        # site 0 has one source: no gradient
-        r = tl.load(p_r + o_n, mask=m_n, other=0.0)
-        tl.store(p_xn, dx * r[:, None], mask=m_n[:, None])
+        p_yn, r = scores_of(p_y, block, n, h, BT, H, K)[:, None] + t * K + o_k[None, :], tl.load(p_r + o_n)[:, None]
+        x = tl.load(p_yn) * r
+        a = tl.where(m_k[None, :], tl.exp(x - m) * inv, 0.0)
+        dx = a * (P - delta)
+        tl.store(p_yn, dx * r)
         cx = tl.sum(tl.where(m_k[None, :], dx * x, 0.0), 1)
-        p_cn = p_c + (n.to(tl.int64) * H + h) * BT + t
-        if not FRESH:
-            cx += tl.load(p_cn, mask=m_n, other=0.0)
-        tl.store(p_cn, cx, mask=m_n)
+        p_cn = p_c + o_n * H + h
+        if PUSHED:
+            cx += tl.load(p_cn)
+        tl.store(p_cn, cx)
         for c in range(0, DH, C):
             o_c = c + tl.arange(0, C)
             b_do = tl.load(p_dok[:, None] + o_c[None, :], mask=m_k[:, None] & (o_c < DH)[None, :], other=0.0)         # [K, C]
-            acc = dot(a, b_do, F32, p_v.dtype.element_ty)
-            p_g, mask = p_acc + o_n[:, None] * D + h * DH + o_c[None, :], m_n[:, None] & (o_c < DH)[None, :]
-            if not FRESH:
+            b_w = tl.load(p_w + (block * K + o_k)[:, None] * D + h * DH + o_c[None, :], mask=(o_c < DH)[None, :], other=0.0)
+            acc = dot(a, b_do, F32, p_v.dtype.element_ty) + dot(dx * r, b_w, F32, p_v.dtype.element_ty)
+            p_g, mask = p_acc + o_n[:, None] * D + h * DH + o_c[None, :], tl.full([K], 1, tl.int1)[:, None] & (o_c < DH)[None, :]
+            if PUSHED:
                 acc += tl.load(p_g, mask=mask, other=0.0)
             tl.store(p_g, acc, mask=mask)
 
 @triton.jit(do_not_specialize=INTS)
-def finalize_kernel(p_v, p_r, p_x, p_w, p_acc, p_c, p_ds, BT, n, top, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr,
-                    HP: tl.constexpr, K: tl.constexpr, TT: tl.constexpr, F32: tl.constexpr):
-    """ds_n = value gradient + sum_sites (dx r) w - s r^2 / D sum (dx x), over the sites n .. top."""
-    o_t, o_k, h = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT), tl.arange(0, K), tl.program_id(1)
-    o_c, o_h, m_t = tl.program_id(2) * C + tl.arange(0, C), tl.arange(0, HP), o_t < BT
-    dk = tl.zeros([TT, C], tl.float32)
-    for block in range(n // K, top // K + 1):
-        site = block * K + o_k
-        s_t, s_k = strides_of(block, n, BT, K)
-        b_x = tl.load(scores_of(p_x, block, n, h, BT, H, K) + o_t[:, None] * s_t + o_k[None, :] * s_k,
-                      mask=m_t[:, None] & ((site >= n) & (site <= top))[None, :], other=0.0)                           # [TT, K]
-        b_w = tl.load(p_w + site[:, None] * D + h * DH + o_c[None, :], mask=(o_c < DH)[None, :], other=0.0)            # [K, C]
-        dk += dot(b_x, b_w, F32, p_v.dtype.element_ty)
-    row = n.to(tl.int64) * BT + o_t
-    o_ch = (n.to(tl.int64) * H + o_h)[None, :] * BT + o_t[:, None]
-    c = tl.sum(tl.load(p_c + o_ch, mask=m_t[:, None] & (o_h < H)[None, :], other=0.0), 1)
-    r = tl.load(p_r + row, mask=m_t, other=0.0)
-    mask, o = m_t[:, None] & (o_c < DH)[None, :], h * DH + o_c[None, :]
-    b_v = tl.load(p_v + row[:, None] * D + o, mask=mask, other=0.0).to(tl.float32)
-    ds = tl.load(p_acc + row[:, None] * D + o, mask=mask, other=0.0) + dk - (c * r * r / D)[:, None] * b_v
-    tl.store(p_ds + o_t[:, None] * D + o, ds.to(p_ds.dtype.element_ty), mask=mask)
-
-@triton.jit(do_not_specialize=INTS)
-def query_kernel(p_v, p_x, p_dw, BT, block, top, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+def query_kernel(p_v, p_y, p_dw, BT, block, top, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
                  TT: tl.constexpr, F32: tl.constexpr):
     """dw_k[h] = sum_{n, t} (dx r) s_n[h] for the sites of a block, one partial sum per program."""
-    o_k, h = tl.arange(0, K), tl.program_id(1)
+    o_k, h, rows = tl.arange(0, K), tl.program_id(1), BT.to(tl.int64)
     o_c, site = tl.program_id(2) * C + tl.arange(0, C), block * K + tl.arange(0, K)
     acc = tl.zeros([K, C], tl.float32)
-    for n in range(0, tl.minimum(block * K + K - 1, top) + 1):
-        p_n = p_v + (n + tl.zeros([1], tl.int64)) * BT * D + h * DH
-        s_t, s_k = strides_of(block, n, BT, K)
-        for tile in range(tl.program_id(0), tl.cdiv(BT, TT), tl.num_programs(0)):
-            o_t = (tile * TT + tl.arange(0, TT)).to(tl.int64)
-            b_x = tl.load(scores_of(p_x, block, n, h, BT, H, K) + o_t[:, None] * s_t + o_k[None, :] * s_k,
-                          mask=(o_t < BT)[:, None] & ((site >= n) & (site <= top))[None, :], other=0.0)                # [TT, K]
-            b_v = tl.load(p_n + o_t[:, None] * D + o_c[None, :], mask=(o_t < BT)[:, None] & (o_c < DH)[None, :], other=0.0)
-            acc += dot(tl.trans(b_x), b_v, F32, p_v.dtype.element_ty)
+    for tile in range(tl.program_id(0), tl.cdiv(BT, TT), tl.num_programs(0)):
+        o_t = tile * TT + tl.arange(0, TT).to(tl.int64)
+        m_t = o_t < BT
+        mask, p_vn = m_t[:, None] & (o_c < DH)[None, :], p_v + o_t[:, None] * D + h * DH + o_c[None, :]
+        p_yn = p_y + scores_of(0, block, 0, h, BT, H, K)
+        for n in range(tl.minimum(block * K + K - 1, top) + 1):
+            b_x = tl.load(p_yn + o_k[:, None] + o_t[None, :] * K, mask=m_t[None, :] & ((site >= n) & (site <= top))[:, None], other=0.0)
+            acc += dot(b_x, tl.load(p_vn, mask=mask, other=0.0), F32, p_v.dtype.element_ty)                           # [K, TT] [TT, C]
+            p_yn += rows * H * K
+            p_vn += rows * D
     o = (tl.program_id(0) * K + o_k)[:, None] * D + h * DH + o_c[None, :]
     tl.store(p_dw + o, acc, mask=(o_c < DH)[None, :])
 
 class History:
-    """The state of one forward: sources V, their R, scores X, softmax statistics M and L; and later that of its backward."""
+    """The state of one forward: sources V, their R, scores Y, softmax statistics M and L; and later that of its backward."""
 
     def __init__(self, s, w, H, eps):
         (S, D), BT, new = w.shape, s[..., 0].numel(), functools.partial(torch.empty, device=s.device, dtype=torch.float32)
         self.S, self.D, self.H, self.BT, self.eps, self.shape, blocks = S, D, H, BT, eps, s.shape[:-1], -(-S // K)
-        self.w = torch.nn.functional.pad(w.detach(), (0, 0, 0, blocks * K - S))
-        self.v, self.r, self.x = new(S, BT, D, dtype=s.dtype), new(S, BT), new(K * K * blocks * (blocks + 1) // 2 * H * BT)
-        self.m, self.l = new(blocks * K, H, BT), new(blocks * K, H, BT)
-        self.part, self.m0, self.l0 = new(K, BT, D, dtype=s.dtype), new(K, H, BT), new(K, H, BT)
+        F32 = s.dtype == torch.float32 or triton.knobs.runtime.interpret     # (the interpreter's bf16 products are unreliable)
+        w = torch.nn.functional.pad(w.detach(), (0, 0, 0, blocks * K - S))
+        self.w = w if F32 else w.to(s.dtype)
+        self.low = w if F32 else (w - self.w).to(s.dtype)
+        self.v, self.r, self.y = new(S, BT, D, dtype=s.dtype), new(S, BT), new(K * K * blocks * (blocks + 1) // 2 * H * BT)
+        self.stat = new(blocks * K + 1, BT, 3, H)            # of a site: m, max of its scores; 1 / sum of exp(x - m); in backward D_h
+        self.part, self.m0, self.l0 = new(K, BT, D, dtype=s.dtype), new(K, BT, H), new(K, BT, H)
         self.top = None                                      # the last site whose gradient arrived, once backward has begun
         DH, self.dtype = D // H, s.dtype
-        F32 = s.dtype == torch.float32 or triton.knobs.runtime.interpret     # (the interpreter's bf16 products are unreliable)
-        DP, base = triton.next_power_of_2(DH), dict(D=D, H=H, DH=DH)
-        C = 32 if DH % 64 == 32 else min(128, max(16, DP))   # columns at a time: 160 = 5 x 32 wastes no lane
-        self.rows = dict(base, DP=DP, TT=max(1, 1024 // DP), num_warps=min(16, max(4, DP // 256)))      # whole slices of a head
-        self.dots = dict(base, C=min(64, DP) if DH > 16 else 16, K=K, F32=F32, num_warps=4)
-        self.tokens = dict(self.dots, C=C, NT=16, num_warps=1 if C < 128 else 2)                        # one token a program
+        HP, base, CW = triton.next_power_of_2(H), dict(D=D, H=H, DH=DH, K=K), DH & -DH
+        if CW < 16 or CW == DH:                              # no power of two divides it well, or it is one
+            CW = triton.next_power_of_2(DH) // (1 if DH < 32 or CW < 16 else 2)
+        NC = triton.cdiv(DH, CW)
+        # tiles were measured on one H200; about 16 numbers a thread
+        TT = max(1, 1024 // triton.next_power_of_2(HP * CW * NC))
+        self.rows = dict(base, HP=HP, NC=NC, CW=CW, TT=TT, num_warps=min(16, max(1, triton.next_power_of_2(TT * HP * CW * NC // 512))))
+        C = min(128, max(16, triton.next_power_of_2(DH)))    # columns at a time
+        self.append = dict(base, C=min(C, 64), TT=128, F32=F32, num_warps=4)
+        self.query = dict(base, C=min(C, 64), TT=64, F32=F32, num_warps=2)
+        self.block_read = dict(base, C=C, F32=F32, num_warps=1)
+        self.push = dict(self.block_read, C=32 if DH % 64 == 32 else C, maxnreg=128 if C < 128 or DH % 64 == 32 else 224)
 
     def read(self, s, i):
         """Appends source i and returns the read of site i, [BT, D]."""
-        BT, D, H, block, k, out = self.BT, self.D, self.H, i // K, i % K, torch.empty_like(s)
-        tile, DP = self.rows["TT"], triton.next_power_of_2(D)
-        TT = max(1, 4096 // DP)
-        append_kernel[(triton.cdiv(BT, TT),)](s, self.v[i], self.r[i], BT, self.eps, D=D, TT=TT, DP=DP,
-                                              num_warps=min(16, max(4, DP // 512)))
-        grid = (triton.cdiv(BT, 64), H, self.m.size(0) // K - block)
-        score_kernel[grid](self.v[i], self.r[i], self.w, self.x, BT, i, block, TT=64, **self.dots)
-        if k == 0:
-            grid = (BT, H, triton.cdiv(D // H, self.tokens["C"]))
-            block_read_kernel[grid](self.v, self.x, self.part, self.m0, self.l0, BT, block, **self.tokens)
-        grid = (triton.cdiv(BT, tile), H)
-        site_read_kernel[grid](self.v, self.x, self.part[k], self.m0[k], self.l0[k], out, self.m[i], self.l[i], BT, block, k, K=K,
+        BT, H, block, k, out = self.BT, self.H, i // K, i % K, torch.empty_like(s)
+        grid = (triton.cdiv(BT, self.append["TT"]) * H, self.stat.size(0) // K - block)
+        append_kernel[grid](s, self.v[i], self.y, self.w, self.low, BT, i, **self.append)
+        if k == 0 and block:
+            grid = (BT * H, triton.cdiv(self.D // H, self.block_read["C"]))
+            block_read_kernel[grid](self.v, self.r, self.y, self.part, self.m0, self.l0, BT, block, **self.block_read)
+        grid = (triton.cdiv(BT, self.rows["TT"]),)
+        site_read_kernel[grid](s, self.v, self.r, self.y, self.part[k], self.m0[k], self.l0[k], out, self.stat[i], BT, block, k, self.eps,
                                **self.rows)
         return out
 
@@ -439,23 +463,17 @@ class History:
         new = functools.partial(torch.empty, device=self.v.device, dtype=torch.float32)
         if self.top is None:
             self.top = i
-            self.acc, self.c = new(self.S, BT, D), new(self.S, H, BT)
-            self.do, self.delta = new(K, BT, D, dtype=self.dtype), new(K, H, BT)
-        k_end, fresh = min(self.top - block * K, K - 1) + 1, block == self.top // K
-        m, l, grid = self.m[block * K:], self.l[block * K:], (triton.cdiv(BT, self.rows["TT"]), H)  # noqa: E741
-        state = (self.v, self.r, self.x, self.do, m, l, self.delta, self.acc, self.c, BT, block)
-        delta_kernel[grid](do, out, self.do[k], self.delta[k], BT, **self.rows)
-        if k > 0:
-            gather_kernel[grid](*state, k, k_end, K=K, FRESH=fresh, **self.rows)
-        else:
-            push_kernel[(BT, H)](*state, k_end, FRESH=fresh, **self.tokens)
-        ds, dw = torch.empty_like(out), None
-        grid = (triton.cdiv(BT, 64), H, triton.cdiv(D // H, self.dots["C"]))
-        finalize_kernel[grid](self.v, self.r, self.x, self.w, self.acc, self.c, ds, BT, i, self.top, HP=triton.next_power_of_2(H), TT=64,
-                              **self.dots)
+            self.acc, self.c = new(block * K, BT, D), new(block * K, BT, H)
+            self.do = new(K + 1, BT, D, dtype=self.dtype)    # gather reads one ahead
+        k_end, pushed, ds, dw = min(self.top - block * K, K - 1) + 1, block < self.top // K, torch.empty_like(out), None
+        state = (self.v, self.r, self.y, self.w, self.do, self.stat[block * K:], self.acc, self.c)
+        gather_kernel[(triton.cdiv(BT, self.rows["TT"]),)](do, out, *state, ds, BT, block, k, k_end, PUSHED=pushed, **self.rows)
         if k == 0:
-            dw = new(min(grid[0], max(1, 512 // (H * grid[2]))), K, D)
-            query_kernel[(len(dw), *grid[1:])](self.v, self.x, dw, BT, block, self.top, TT=64, **self.dots)
+            if block:
+                push_kernel[(BT * H,)](*state, BT, block, k_end, PUSHED=pushed, **self.push)
+            chunks, tiles = triton.cdiv(D // H, self.query["C"]), triton.cdiv(BT, self.query["TT"])
+            dw = new(min(tiles, max(1, 384 // (H * chunks))), K, D)
+            query_kernel[len(dw), H, chunks](self.v, self.y, dw, BT, block, self.top, **self.query)
             dw = dw.sum(0)[:min(K, self.S - block * K)]
         return ds, dw
 
