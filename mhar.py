@@ -59,14 +59,14 @@ class GPTConfig:
     hc_streams: int = 4             # n, parallel streams of hyper-connections
     norm_eps: float = 1e-6
     rope_theta: float = 1e4
-    rope_scaling: dict | None = None
+    rope_scaling: dict | None = None    # Llama 3's: the four numbers that `rope` reads
     tie_embeddings: bool = True
     kernel: str = "auto"            # depth reads: auto, fused or eager; see fused_kernels
     grad_checkpoint: bool = False   # recompute sublayers and reads in backward instead of storing their insides
 
     def __post_init__(self):
         """Raises ValueError, with the numbers, for fields that do not fit together."""
-        for name, accepted in (("mode", MODES), ("kernel", ("auto", "fused", "eager")), ("rope_scaling", (None,))):
+        for name, accepted in (("mode", MODES), ("kernel", ("auto", "fused", "eager"))):
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {accepted}")
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "d_ff", "route_heads",
@@ -80,6 +80,9 @@ class GPTConfig:
         self.head_dim = self.n_embd // self.n_head if self.head_dim is None else self.head_dim
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, RoPE needs an even number")
+        s, names = self.rope_scaling, ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        if s is not None and not ({*s} == {*names} and all(s[z] > 0 for z in names) and s["low_freq_factor"] < s["high_freq_factor"]):
+            raise ValueError(f"rope_scaling is {s}, expected None or Llama 3's {', '.join(names)}: positive, low below high")
 
 def upcast(x):
     """fp32 for half-precision tensors, fp64 stays: norms, depth softmaxes, delta's gates and stream maps never run in bf16."""
@@ -340,8 +343,12 @@ class GPT(nn.Module):
 
     def rope(self, pos):
         """pos [T] -> cos, sin, fp32 [T, 1, head_dim/2]. Computed on the fly: a buffer would follow `.to(bfloat16)`."""
-        d = self.config.head_dim
-        freq = self.config.rope_theta ** (torch.arange(0, d, 2, device=pos.device, dtype=torch.float32) / -d)
+        d, s = self.config.head_dim, self.config.rope_scaling
+        freq = 1 / self.config.rope_theta ** (torch.arange(0, d, 2, device=pos.device, dtype=torch.float32) / d)
+        if s:                                               # Llama 3: waves too long for the original context turn slower
+            turns = s["original_max_position_embeddings"] / (2 * torch.pi / freq)
+            fast = ((turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])).clamp(0, 1)
+            freq = (1 - fast) * freq / s["factor"] + fast * freq
         angle = (pos.float()[:, None] * freq)[:, None]
         return angle.cos(), angle.sin()
 

@@ -443,6 +443,20 @@ def test_kernel_choice(monkeypatch):
     with pytest.raises(ValueError, match="Triton.*eager"):
         GPT(tiny("mhar", kernel="fused"))(batch()[0])
 
+# ---------------------------------------------------------------- pretrained checkpoints
+LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+
+def test_llama3_rope_equals_its_definition():
+    m, d, got = GPT(tiny("baseline", block_size=4096, rope_theta=500.0, rope_scaling=LLAMA3, head_dim=16)), [], []
+    for i in range(8):                                      # as in Meta's apply_scaling
+        freq = 500.0 ** (-i / 8)
+        wave, longest, shortest = 2 * math.pi / freq, 64 / 1.0, 64 / 4.0
+        smooth = (64 / wave - 1.0) / (4.0 - 1.0)
+        d.append(freq if wave < shortest else freq / 8 if wave > longest else (1 - smooth) * freq / 8 + smooth * freq)
+        got.append((wave > shortest) + (wave > longest))
+    want = torch.tensor([math.cos(3001 * f) for f in d], dtype=torch.float64)
+    assert {*got} == {0, 1, 2} and all((z.rope_cos(3001).double() - want).abs().max() < 1e-3 for z in (m, copy.deepcopy(m).bfloat16()))
+
 # ---------------------------------------------------------------- data
 def prepare(tmp_path, docs, name="d", encoding="bytes", val_frac=0.1, **k):
     """Documents (strings) -> a prepared folder; docs may also be the path of a file."""
