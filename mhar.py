@@ -20,8 +20,11 @@ sublayer output and returns the next sublayer's input:
 Symbols: B batch, T tokens, D width, L layers, H routing heads, N sources readable at a site. A site is a place where something
 is read: site i before sublayer i, site 2L before the last norm. Sections are the MHAR paper's.
 """
+import json
+import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -59,14 +62,14 @@ class GPTConfig:
     hc_streams: int = 4             # n, parallel streams of hyper-connections
     norm_eps: float = 1e-6
     rope_theta: float = 1e4
-    rope_scaling: dict | None = None
+    rope_scaling: dict | None = None    # Llama 3's: the four numbers that `rope` reads
     tie_embeddings: bool = True
     kernel: str = "auto"            # depth reads: auto, fused or eager; see fused_kernels
     grad_checkpoint: bool = False   # recompute sublayers and reads in backward instead of storing their insides
 
     def __post_init__(self):
         """Raises ValueError, with the numbers, for fields that do not fit together."""
-        for name, accepted in (("mode", MODES), ("kernel", ("auto", "fused", "eager")), ("rope_scaling", (None,))):
+        for name, accepted in (("mode", MODES), ("kernel", ("auto", "fused", "eager"))):
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {accepted}")
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "d_ff", "route_heads",
@@ -80,6 +83,9 @@ class GPTConfig:
         self.head_dim = self.n_embd // self.n_head if self.head_dim is None else self.head_dim
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, RoPE needs an even number")
+        s, names = self.rope_scaling, ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        if s is not None and not ({*s} == {*names} and all(s[z] > 0 for z in names) and s["low_freq_factor"] < s["high_freq_factor"]):
+            raise ValueError(f"rope_scaling is {s}, expected None or Llama 3's {', '.join(names)}: positive, low below high")
 
 def upcast(x):
     """fp32 for half-precision tensors, fp64 stays: norms, depth softmaxes, delta's gates and stream maps never run in bf16."""
@@ -298,6 +304,32 @@ class Block(nn.Module):
         super().__init__()
         self.attn, self.mlp = Attention(c), MLP(c)
 
+# ---------------------------------------------------------------- Hugging Face's format
+HF_FIELDS = dict(vocab_size="vocab_size", block_size="max_position_embeddings", n_layer="num_hidden_layers", n_embd="hidden_size",
+                 n_head="num_attention_heads", n_kv_head="num_key_value_heads", head_dim="head_dim", d_ff="intermediate_size",
+                 norm_eps="rms_norm_eps", rope_theta="rope_theta", tie_embeddings="tie_word_embeddings")
+
+def hf_name(name):                                          # of a baseline's parameter -> in a Llama's or Qwen3's files
+    for ours, theirs in (("embed.", "model.embed_tokens."), ("blocks.", "model.layers."), (".attn.norm.", ".input_layernorm."),
+                         (".mlp.norm.", ".post_attention_layernorm."), (".attn.", ".self_attn."), ("final_norm.", "model.norm.")):
+        name = name.replace(ours, theirs)
+    return name
+
+def config_from_hf(hf, fields):
+    """config.json of a Llama or Qwen3 (a dict, no nulls), fields that override it -> GPTConfig. KeyError; ValueError for what we lack."""
+    qwen, rope = hf["model_type"] == "qwen3", hf.get("rope_scaling") or hf.get("rope_parameters") or {}       # transformers 4, 5
+    scale = {k: v for k, v in rope.items() if k not in ("rope_type", "type", "rope_theta", "partial_rotary_factor")}
+    only = dict(model_type=["llama", "qwen3"], hidden_act=["silu"], attention_bias=[False], mlp_bias=[False], attention_dropout=[0],
+                pretraining_tp=[1], partial_rotary_factor=[1], quantization_config=[None], use_sliding_window=[False], mode=["baseline"],
+                layer_types=[["full_attention"] * hf.get("num_hidden_layers", 0)], sliding_window=[qwen and hf.get("sliding_window")],
+                rope_interleaved=[False], original_max_position_embeddings=[scale.get("original_max_position_embeddings")])
+    if odd := [f"{k} is {v!r}, expected {only[k]}" for z in (hf, rope, fields) for k, v in z.items() if v not in only.get(k, [v])]:
+        raise ValueError("; ".join(odd))
+    if {rope.get("rope_type"), rope.get("type")} - {None, "default"} != ({"llama3"} if scale else set()):
+        raise ValueError(f"rope_scaling or rope_parameters is {rope}, expected rope_type 'default', or 'llama3' and its numbers")
+    hf = dict(num_key_value_heads=hf.get("num_attention_heads"), head_dim=None, rope_theta=1e4, tie_word_embeddings=False) | hf | rope
+    return GPTConfig(**dict(mode="baseline", qk_norm=qwen, rope_scaling=scale or None) | {k: hf[z] for k, z in HF_FIELDS.items()} | fields)
+
 # ---------------------------------------------------------------- the model
 @torch.no_grad()
 def init_weights(module):
@@ -340,8 +372,12 @@ class GPT(nn.Module):
 
     def rope(self, pos):
         """pos [T] -> cos, sin, fp32 [T, 1, head_dim/2]. Computed on the fly: a buffer would follow `.to(bfloat16)`."""
-        d = self.config.head_dim
-        freq = self.config.rope_theta ** (torch.arange(0, d, 2, device=pos.device, dtype=torch.float32) / -d)
+        d, s = self.config.head_dim, self.config.rope_scaling
+        freq = 1 / self.config.rope_theta ** (torch.arange(0, d, 2, device=pos.device, dtype=torch.float32) / d)
+        if s:                                               # Llama 3: waves too long for the original context turn slower
+            turns = s["original_max_position_embeddings"] / (2 * torch.pi / freq)
+            fast = ((turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])).clamp(0, 1)
+            freq = (1 - fast) * freq / s["factor"] + fast * freq
         angle = (pos.float()[:, None] * freq)[:, None]
         return angle.cos(), angle.sin()
 
@@ -417,6 +453,65 @@ class GPT(nn.Module):
             return route_ref(*args)
         self.hidden(idx, route=route)
         return weights
+
+    @classmethod
+    def from_pretrained(cls, path, dtype=None, device="cpu", **overrides):
+        """
+        A baseline from a Hugging Face directory (safetensors) of a Llama (1 to 3) or a Qwen3 dense model. dtype None: as in the files;
+        overrides: GPTConfig fields, such as block_size. Host memory peaks at the model and its largest tensor. FileNotFoundError names
+        a file; ValueError a field this model lacks, a weight missing, unused or of another shape (before it loads any), an untied head.
+        """
+        from safetensors import SafetensorError, safe_open
+        path, name, found = Path(path), "config.json", {}
+        try:
+            hf = json.loads((path / name).read_text("utf-8"), object_pairs_hook=lambda z: {k: v for k, v in z if v is not None})
+            config, name = config_from_hf(hf, overrides), "model.safetensors.index.json"
+            index = json.loads((path / name).read_text("utf-8"))["weight_map"] if (path / name).exists() else {}
+            for name in sorted({*index.values()}) or ["model.safetensors"]:
+                with safe_open(path / name, "pt") as f:
+                    found |= {n: (path / name, tuple(f.get_slice(n).get_shape())) for n in f.keys() if index.get(n, name) == name}
+        except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as e:
+            raise ValueError(f"{path / name}: {'no ' if isinstance(e, KeyError) else ''}{e}") from None
+        with torch.device("meta"):
+            model = cls(config)
+        got = {n: shape for n, (_, shape) in found.items() if not n.endswith("rotary_emb.inv_freq")}        # `rope` computes them
+        want = {hf_name(n): p for n, p in model.named_parameters(remove_duplicate="lm_head.weight" not in got)}
+        if wrong := [f"{n} is {got.get(n, 'missing')}, expected {tuple(want[n].shape) if n in want else 'no such weight'}"
+                     for n in want | got if n not in want or want[n].shape != got.get(n)]:
+            raise ValueError(f"{path}: {'; '.join(wrong[:4])}{f'; {len(wrong) - 4} more' if wrong[4:] else ''}")
+        for n, p in want.items():                           # a file opened once for all would hold in memory what was read of it
+            new = nn.Parameter(safe_open(found[n][0], "pt").get_tensor(n).to(device=device, dtype=dtype, copy=True))
+            if not p.is_meta and not torch.equal(p, new):
+                raise ValueError(f"{path}: tie_word_embeddings is true, but lm_head.weight differs from the embedding")
+            torch.utils.swap_tensors(p, new)                # in place: what is tied stays tied
+        return model
+
+    def save_pretrained(self, path, shard_bytes=5 * 10**9):
+        """
+        Writes a baseline as a new Hugging Face directory, whole or not at all: a Qwen3 if it has qk_norm, else a Llama; past shard_bytes
+        a new file begins. ValueError for another mode, an existing path, a Llama transformers refuses (n_embd no multiple of n_head).
+        """
+        from safetensors.torch import save_file
+        c, path, family, shards, size = self.config, Path(path).absolute(), "Qwen3" if self.config.qk_norm else "Llama", {}, 0
+        if c.mode != "baseline" or path.exists():
+            raise ValueError(f"{path} exists" if c.mode == "baseline" else f"mode {c.mode!r} has no Hugging Face form, only a baseline has")
+        if family == "Llama" and c.n_embd % c.n_head:
+            raise ValueError(f"n_head {c.n_head} must divide n_embd {c.n_embd} in a Llama, which is what a model without qk_norm is")
+        hf = dict(architectures=[family + "ForCausalLM"], model_type=family.lower(), bos_token_id=None, eos_token_id=None,
+                  torch_dtype=str(self.embed.weight.dtype)[6:], rope_scaling=c.rope_scaling and {"rope_type": "llama3", **c.rope_scaling},
+                  **{theirs: getattr(c, ours) for ours, theirs in HF_FIELDS.items()})
+        for n, p in self.named_parameters():                # a tied head is not among them
+            shards.setdefault(size // shard_bytes, {})[hf_name(n)] = p.detach()
+            size += p.nbytes
+        files = {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": z for i, z in enumerate(shards.values())}
+        index = dict(metadata=dict(total_size=size), weight_map={n: file for file, z in files.items() for n in z})
+        with tempfile.TemporaryDirectory(dir=path.parent) as tmp:
+            (new := Path(tmp, "model")).mkdir()
+            for file, z in files.items():
+                save_file({n: t.cpu().contiguous() for n, t in z.items()}, new / file, metadata={"format": "pt"})
+            for file, content in (("config.json", hf), ("model.safetensors.index.json", index)):
+                (new / file).write_text(json.dumps(content, indent=2))
+            new.rename(path)
 
     def num_params(self):
         """All parameters; a tied matrix counts once."""

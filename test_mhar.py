@@ -443,6 +443,203 @@ def test_kernel_choice(monkeypatch):
     with pytest.raises(ValueError, match="Triton.*eager"):
         GPT(tiny("mhar", kernel="fused"))(batch()[0])
 
+# ---------------------------------------------------------------- pretrained checkpoints
+LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+HF = dict(vocab_size=60, num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=96, max_position_embeddings=512)
+FAMILIES = {"llama-2": ("Llama", dict(rms_norm_eps=1e-5)),
+            "llama-3.1": ("Llama", dict(num_key_value_heads=2, rope_parameters=dict(LLAMA3, rope_type="llama3", rope_theta=5e5))),
+            "llama-3.2": ("Llama", dict(num_key_value_heads=1, rope_parameters=dict(LLAMA3, rope_type="llama3", rope_theta=500.0, factor=32.0),
+                                        head_dim=24, tie_word_embeddings=True)),
+            "qwen3": ("Qwen3", dict(num_key_value_heads=2, hidden_size=40, head_dim=16, rope_parameters=dict(rope_type="default", rope_theta=1e6))),
+            "qwen3-tied": ("Qwen3", dict(num_key_value_heads=2, head_dim=16, tie_word_embeddings=True))}
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pretrained_equals_transformers_both_ways(tmp_path, name, sharded):
+    tf = pytest.importorskip("transformers", reason="transformers is optional")
+    torch.manual_seed(0)
+    family, k = FAMILIES[name]
+    hf = getattr(tf, family + "ForCausalLM")(getattr(tf, family + "Config")(**{**HF, **k})).eval()
+    with torch.no_grad():
+        [p.mul_(6 if p.dim() == 2 else 1 + 0.5 * torch.randn_like(p)) for p in hf.parameters()]       # gains too; attention that looks
+    hf.save_pretrained(tmp_path / "a", max_shard_size="60KB" if sharded else "5GB")
+    m, x = GPT.from_pretrained(tmp_path / "a", mode="baseline", grad_checkpoint=True), batch(1, 300, V=60)[0]
+    assert os.path.exists(tmp_path / "a" / "model.safetensors") != sharded and m.config.grad_checkpoint and m.config.block_size == 512
+    assert (m.lm_head.weight is m.embed.weight) == m.config.tie_embeddings == hf.config.tie_word_embeddings
+    with torch.no_grad():
+        want, got = hf(x).logits, m(x)[0]
+        assert want.std() > 0.3 and (got - want).abs().max() < 1e-5 * want.abs().max()
+        for field in ("q_norm", "rope_scaling"):            # what is compared is seen
+            z = copy.deepcopy(m)
+            if field == "q_norm" and family == "Qwen3":
+                [b.attn.q_norm.weight.fill_(1.0) for b in z.blocks]
+            elif field == "rope_scaling" and m.config.rope_scaling:
+                z.config.rope_scaling = None
+            else:
+                continue
+            assert (z(x)[0] - want).abs().max() > 1e-2
+    m.save_pretrained(tmp_path / "b", shard_bytes=60_000 if sharded else 5 * 10**9)
+    back = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
+    assert type(back) is type(hf) and torch.equal(back(x).logits, want) and (len(os.listdir(tmp_path / "b")) > 4) == sharded
+    again = GPT.from_pretrained(tmp_path / "b")
+    assert again.config == GPT.from_pretrained(tmp_path / "a").config and torch.equal(again(x)[0], got)
+    hf.bfloat16().save_pretrained(tmp_path / "c")           # the files' dtype, or the one asked for
+    state = hf.state_dict()
+    for dtype in (None, torch.float32):
+        low = GPT.from_pretrained(tmp_path / "c", dtype=dtype)
+        assert all(torch.equal(p, state[mhar.hf_name(n)].to(p.dtype)) and p.dtype == (dtype or torch.bfloat16) and p.requires_grad
+                   for n, p in low.named_parameters())
+    if k.get("rope_parameters"):                            # as transformers 4 wrote it
+        config = json.loads((tmp_path / "c" / "config.json").read_text())
+        rope = config.pop("rope_parameters")
+        config.update(rope_theta=rope.pop("rope_theta"), rope_scaling=rope if "factor" in rope else None)
+        (tmp_path / "c" / "config.json").write_text(json.dumps(config))
+        assert GPT.from_pretrained(tmp_path / "c").config == low.config
+        config.update(rope_theta=7.0, rope_scaling=None, rope_parameters=k["rope_parameters"])                # the inner one counts
+        (tmp_path / "c" / "config.json").write_text(json.dumps(config))
+        assert GPT.from_pretrained(tmp_path / "c").config == low.config
+
+def test_llama3_rope_equals_its_definition():
+    m, d, got = GPT(tiny("baseline", block_size=4096, rope_theta=500.0, rope_scaling=LLAMA3, head_dim=16)), [], []
+    for i in range(8):                                      # as in Meta's apply_scaling
+        freq = 500.0 ** (-i / 8)
+        wave, longest, shortest = 2 * math.pi / freq, 64 / 1.0, 64 / 4.0
+        smooth = (64 / wave - 1.0) / (4.0 - 1.0)
+        d.append(freq if wave < shortest else freq / 8 if wave > longest else (1 - smooth) * freq / 8 + smooth * freq)
+        got.append((wave > shortest) + (wave > longest))
+    want = torch.tensor([math.cos(3001 * f) for f in d], dtype=torch.float64)
+    assert {*got} == {0, 1, 2} and all((z.rope_cos(3001).double() - want).abs().max() < 1e-3 for z in (m, copy.deepcopy(m).bfloat16()))
+
+def saved(folder, change=None, tensors=None, **k):
+    """A small checkpoint of ours, its config.json and its weights changed; returns the path and the model."""
+    torch.manual_seed(0)
+    st = pytest.importorskip("safetensors.torch", reason="safetensors is optional")
+    model = randomised(tiny("baseline", **k), std=0.1).float()
+    model.save_pretrained(folder)
+    config, file = json.loads((folder / "config.json").read_text()), folder / "model-00001-of-00001.safetensors"
+    if tensors:
+        weights = st.load_file(file)
+        tensors(weights)
+        st.save_file({n: z.contiguous() for n, z in weights.items()}, folder / "model.safetensors")
+        [os.remove(z) for z in (file, folder / "model.safetensors.index.json")]
+    if change:
+        change(config)
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder, model
+
+def test_heads_tied_and_untied_and_weights_that_do_not_matter(tmp_path):
+    x = batch()[0]
+    for i, (tie, head) in enumerate(((True, None), (True, "same"), (True, "other"), (False, "other"), (False, None))):
+        def tensors(w, head=head, tie=tie):
+            w["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+            w.pop("lm_head.weight", None) if head is None else w.update({"lm_head.weight": w["model.embed_tokens.weight"] + (head == "other")})
+        path, model = saved(tmp_path / str(i), tensors=tensors, tie_embeddings=tie)
+        if (tie, head) in ((True, "other"), (False, None)):
+            with pytest.raises(ValueError, match="differs from the embedding" if tie else "lm_head.weight is missing"):
+                GPT.from_pretrained(path)
+            continue
+        m = GPT.from_pretrained(path)
+        if not tie:
+            model.lm_head.weight.data.copy_(model.embed.weight + 1)
+        assert (m.lm_head.weight is m.embed.weight) is tie and torch.equal(m(x)[0], model(x)[0])
+
+@pytest.mark.parametrize("change, words", [
+    *((dict([z]), f"{z[0]} is .*{z[1]}") for z in dict(
+        attention_bias=True, mlp_bias=True, hidden_act="gelu", pretraining_tp=2, partial_rotary_factor=0.5, attention_dropout=0.1, use_sliding_window=True,
+        quantization_config={"bits": 4}, model_type="qwen2", sliding_window=64, layer_types=["sliding_attention"] * 3,
+        original_max_position_embeddings=4096, head_dim=7).items()),
+    *(({z: None}, f"config.json: .*{z}") for z in ("model_type", "rms_norm_eps", "hidden_size", "num_hidden_layers", "max_position_embeddings")),
+    *(({key: dict(rope)}, words) for key in ("rope_scaling", "rope_parameters") for rope, words in (
+        (dict(rope_type="yarn", factor=4.0), "yarn"), (dict(type="linear", factor=2.0), "linear"), (dict(rope_type="dynamic", factor=2.0), "dynamic"),
+        (dict(rope_type="default", type="mrope", mrope_section=[2, 1, 1]), "mrope_section"), (dict(LLAMA3), "rope_type"), (dict(rope_type="llama3"), "llama3"),
+        (dict(LLAMA3, rope_type="llama3", low_freq_factor=4.0), "low below high"), (dict(rope_type="llama3", factor=8.0), "original_max_position"),
+        (dict(LLAMA3, rope_type="llama3", beta_fast=1), "beta_fast"), (dict(LLAMA3, rope_type="llama3", partial_rotary_factor=0.25), "partial_rotary_factor is 0.25"),
+        (dict(full_attention=dict(rope_type="default")), "full_attention"))),
+    (dict(intermediate_size=65), r"mlp.gate_proj.weight is \(64, 32\), expected \(65, 32\)"), (dict(num_hidden_layers=2), "layers.2.*no such weight"),
+    (dict(num_hidden_layers=4), "layers.3.*missing.* more$"), (dict(model_type="qwen3"), "q_norm.weight is missing"), (dict(vocab_size="97"), "config.json: "),
+    (dict(num_attention_heads=5), "n_head 5 .* 2")])
+def test_pretrained_refuses_what_it_does_not_compute(tmp_path, monkeypatch, change, words):
+    path, _ = saved(tmp_path / "a", lambda c: c.update(change), qk_norm=False)
+    monkeypatch.setattr(torch.utils, "swap_tensors", None)  # before it loads anything
+    with pytest.raises(ValueError, match=words) as e:
+        GPT.from_pretrained(path)
+    assert "\n" not in str(e.value)
+
+def test_other_refusals_and_whole_directories(tmp_path, monkeypatch):
+    path, model = saved(tmp_path / "a", tensors=lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}))
+    import safetensors.torch as st
+    with pytest.raises(ValueError, match=r"q_proj.bias is \(32,\), expected no such weight"):
+        GPT.from_pretrained(path)
+    for k, words in ((dict(mode="mhar"), "mode is 'mhar', expected .'baseline'"), (dict(blocksize=9), "blocksize")):
+        with pytest.raises(ValueError, match=words):
+            GPT.from_pretrained(path, **k)
+    model.save_pretrained(tmp_path / "b", shard_bytes=30_000)
+    shards = sorted(z for z in os.listdir(tmp_path / "b") if z.startswith("model-"))
+    assert len(shards) > 2 and torch.equal(GPT.from_pretrained(tmp_path / "b", block_size=32)(batch(T=32)[0])[0][:, :16], model(batch(T=32)[0][:, :16])[0])
+    stale = st.load_file(tmp_path / "b" / shards[1])        # a weight in two files: the index says which
+    st.save_file({**stale, "model.embed_tokens.weight": torch.ones(97, 32)}, tmp_path / "b" / shards[1])
+    assert torch.equal(GPT.from_pretrained(tmp_path / "b").embed.weight, model.embed.weight)
+    for damage, kind in ((lambda f: os.truncate(f, 3000), ValueError), (os.remove, FileNotFoundError)):
+        damage(tmp_path / "b" / shards[1])
+        with pytest.raises(kind, match=shards[1]):
+            GPT.from_pretrained(tmp_path / "b")
+    for file, text, words in (("model.safetensors.index.json", "{}", "index.json: no 'weight_map'"), ("config.json", "{", "config.json: Expecting")):
+        (tmp_path / "b" / file).write_text(text)
+        with pytest.raises(ValueError, match=words):
+            GPT.from_pretrained(tmp_path / "b")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        GPT.from_pretrained(tmp_path / "nowhere")
+    for config, words in ((tiny("mhar"), "mhar"), (tiny("delta"), "delta"), (tiny("baseline", n_embd=36, head_dim=8, n_head=8, qk_norm=False), "8.*36")):
+        with pytest.raises(ValueError, match=words):
+            GPT(config).save_pretrained(tmp_path / "c")
+    with pytest.raises(ValueError, match="a exists"):
+        model.save_pretrained(path)
+    real = st.save_file
+    monkeypatch.setattr(st, "save_file", lambda z, f, **k: real(z, f, **k) if "00001-of" in str(f) else (_ for _ in ()).throw(OSError("No space left")))
+    with pytest.raises(OSError, match="No space"):
+        model.save_pretrained(tmp_path / "c", shard_bytes=30_000)
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match="safetensors"):
+        GPT.from_pretrained(path)
+
+@pytest.mark.parametrize("kernel", ["eager", pytest.param("fused", marks=kernel)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pretrained_converts_exactly_then_everything_learns(tmp_path, dtype, kernel):
+    path, _ = saved(tmp_path / "a", qk_norm=False, rope_scaling=dict(LLAMA3, original_max_position_embeddings=8), tie_embeddings=False)
+    (x, y), base = (z.to(DEVICE) for z in batch(1, 8)), GPT.from_pretrained(path, dtype=dtype, device=DEVICE, kernel=kernel)
+    delta = convert_to_delta(copy.deepcopy(base), route_heads=4, delta_blocks=2)
+    torch.save(delta.state_dict(), tmp_path / "d.pt")
+    again = GPT(delta.config).to(DEVICE, dtype)
+    again.load_state_dict(torch.load(tmp_path / "d.pt", weights_only=True))
+    assert all(torch.equal(z(x)[0], base(x)[0]) for z in (delta, again)) and delta.config.kernel == kernel
+    if dtype == torch.float32 and kernel == "eager":        # the fused gradients are compared elsewhere
+        start, opt = {n: p.detach().clone() for n, p in again.residual.named_parameters()}, again.configure_optimizer(1e-3, 0.1)
+        for _ in range(20):
+            gradients(again, x, y)
+            opt.step()
+        still = {n: (p == start[n]).flatten(1).all(1) for n, p in again.residual.named_parameters()}
+        assert {*still} == {"q", "g", "null", "gate"} and not any(z.any() for z in still.values()), still
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
+def test_loading_needs_no_second_copy(tmp_path):
+    pytest.importorskip("safetensors", reason="safetensors is optional")
+    for name, D in (("small", 64), ("a", 1024)):
+        with torch.device("meta"):
+            model = GPT(GPTConfig("baseline", 2048, 64, 3, 8, 8, D, 4 * D, tie_embeddings=False))
+        model.to_empty(device="cpu")
+        for p in model.parameters():
+            p.data.fill_(0.5)
+        model.save_pretrained(tmp_path / name)
+    code = ("import re, sys, torch, safetensors.torch, mhar\n"
+            "memory = lambda name: int(re.search(name + r':\\s+(\\d+) kB', open('/proc/self/status').read()).group(1)) * 1024\n"
+            "mhar.GPT.from_pretrained(sys.argv[1] + '/small')     # so that nothing is imported later\n"
+            "now = memory('VmRSS')\n"
+            "model = mhar.GPT.from_pretrained(sys.argv[1] + '/a')\n"
+            "print(memory('VmHWM') - now)")
+    peak = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=HERE, check=True, capture_output=True, text=True).stdout
+    assert 0.9 < int(peak) / sum(p.nbytes for p in model.parameters()) < 1.3     # of 220 MB
+
 # ---------------------------------------------------------------- data
 def prepare(tmp_path, docs, name="d", encoding="bytes", val_frac=0.1, **k):
     """Documents (strings) -> a prepared folder; docs may also be the path of a file."""
