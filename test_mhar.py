@@ -838,7 +838,9 @@ def drawn(figures, capsys, *args):
 
 def test_the_comparison_and_its_figures(data, tmp_path, figures, capsys, monkeypatch):
     modes = "baseline,hyper,attnres,mhar:4,mhar,mhar:16,delta".split(",")
-    monkeypatch.setattr(train, "finish", lambda *a: None)   # seven samples would take longer than all the training
+    plain = figures.plt.subplots                            # samples and layout, which other tests see, would take longer than all else
+    monkeypatch.setattr(figures.plt, "subplots", lambda *a, layout, **k: plain(*a, **k))
+    monkeypatch.setattr(train, "finish", lambda *a: None)
     train.main([*"--scale 100m --lr 1e-2 --warmup_iters 5 --max_iters 20 --scale tiny --n_layer 2 --n_embd 64 --d_ff 64 --block_size 32 --batch_size 2 "
                 "--grad_accum 1 --eval_interval 5 --eval_iters 2 --device cpu --seed 1".split(), "--data", data, "--mode", ",".join(modes), "--out", str(tmp_path)])
     table = [z.split() for z in capsys.readouterr().out.splitlines()[-len(modes):]]
@@ -857,7 +859,7 @@ def test_the_comparison_and_its_figures(data, tmp_path, figures, capsys, monkeyp
         assert min(np.diff(sorted(z.xyann[1] for z in ax.texts))) > 0.04 * np.ptp(ax.get_ylim())         # names do not overlap
         assert len({(z.get_color(), str(z._dash_pattern), z.get_marker()) for z in ax.lines[1::2]}) == len(modes)
     for m, out in zip(modes, outs):
-        command = ["heads", out, "--windows", 4, "--out", tmp_path / "h.png"]
+        command = ["heads", out, "--windows", 2, "--out", tmp_path / "h.png"]
         if m in ("baseline", "hyper"):
             assert f"{m}' has no depth weights" in refused(capsys, figures.main, [str(z) for z in command])
             continue
@@ -946,7 +948,7 @@ def test_figures_refuse_with_one_sentence(data, tmp_path, figures, capsys):
         return refused(capsys, figures.main, [*map(str, args), "--out", str(tmp_path / "f.png")])
     run(data, tmp_path / "a", "--max_iters", 2, "--stop_at", 1)
     other = prepare(tmp_path, LINES[:300])
-    run(other, tmp_path / "b", "--max_iters", 1)
+    run(other, tmp_path / "b", "--max_iters", 2, "--stop_at", 1)
     a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
     assert "nowhere/ckpt.pt is missing" in refusal("heads", "nowhere") and "nowhere is no folder of a run" in refusal("curves", a, "nowhere")
     assert "different data" in refusal("curves", a, b) and "f.png" not in os.listdir(tmp_path)
