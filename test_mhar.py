@@ -1015,6 +1015,164 @@ def test_log_and_bf16(data, tmp_path):
     assert [set(r) for r in log] == [{"iter", "loss", "lr", "grad_norm", "tokens", "dt", "tokens_per_s", "mfu", "memory_mb"}] * 6
     assert all(r["tokens_per_s"] * r["dt"] == pytest.approx(256) and r["mfu"] is None for r in log)
 
+# ---------------------------------------------------------------- figures
+@pytest.fixture(scope="session")
+def figures():
+    pytest.importorskip("matplotlib", reason="matplotlib, which draws the figures, is optional")
+    spec = importlib.util.spec_from_file_location("figures", os.path.join(HERE, "assets", "figures.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+def drawn(figures, capsys, *args):
+    """Runs the figure command -> printed rows {first word: numbers}, the axes of the figure."""
+    figures.plt.close("all")
+    figures.main([str(a) for a in args])
+    out, png = capsys.readouterr().out, str(args[args.index("--out") + 1])
+    pixels = figures.plt.imread(png)
+    assert out.endswith(f"-> {png}\n") and pixels.shape[1] > 700 and pixels[..., 0].min() < 0.1 < 0.5 < pixels[..., 0].mean()
+    return {z.split()[0]: np.array(re.findall(r"-?\d+\.\d+", z), float) for z in out.splitlines() if re.match(r"\w+ +-?\d\.", z)}, figures.plt.gcf().axes
+
+def test_the_comparison_and_its_figures(data, tmp_path, figures, capsys, monkeypatch):
+    modes = "baseline,hyper,attnres,mhar:4,mhar,mhar:16,delta".split(",")
+    plain = figures.plt.subplots                            # samples and layout, which other tests see, would take longer than all else
+    monkeypatch.setattr(figures.plt, "subplots", lambda *a, layout, **k: plain(*a, **k))
+    monkeypatch.setattr(train, "finish", lambda *a: None)
+    train.main([*"--scale 100m --lr 1e-2 --warmup_iters 5 --max_iters 20 --scale tiny --n_layer 2 --n_embd 64 --d_ff 64 --block_size 32 --batch_size 2 "
+                "--grad_accum 1 --eval_interval 5 --eval_iters 2 --device cpu --seed 1".split(), "--data", data, "--mode", ",".join(modes), "--out", str(tmp_path)])
+    table = [z.split() for z in capsys.readouterr().out.splitlines()[-len(modes):]]
+    assert [z[0] for z in table] == ["baseline", "hyper", "attnres", "mhar:4", "mhar:8", "mhar:16", "delta:8"] and all(z[-1] == "20" for z in table)
+    outs = [str(tmp_path / m.replace(":", "-")) for m in modes]
+    _, (left, right) = drawn(figures, capsys, "curves", *outs, "--out", tmp_path / "c.png")
+    logs = [train.read_log(z) for z in outs]
+    for k, log in enumerate(logs):
+        val, tokens = ([r[key] for r in log if "val_loss" in r] for key in ("val_loss", "tokens"))
+        assert len(val) == 4 and np.allclose(left.lines[2 * k].get_ydata(), [r["loss"] for r in log]) and np.allclose(left.lines[2 * k + 1].get_ydata(), val)
+        assert np.allclose(right.lines[2 * k + 1].get_xdata(), np.array(tokens) / 1e6)
+        assert np.allclose(right.lines[2 * k + 1].get_ydata(), np.subtract(val, [r["val_loss"] for r in logs[0] if "val_loss" in r]))
+    for ax in (left, right):
+        assert [z.get_text() for z in sorted(ax.texts, key=lambda z: z.xyann[1])] == [z[0] for z in sorted(zip([z[0] for z in table], ax.lines[1::2]), key=lambda z: z[1].get_ydata()[-1])]
+        assert ax.get_xlabel() == "training tokens (millions)" and "nats per token" in ax.get_ylabel()
+        assert min(np.diff(sorted(z.xyann[1] for z in ax.texts))) > 0.04 * np.ptp(ax.get_ylim())         # names do not overlap
+        assert len({(z.get_color(), str(z._dash_pattern), z.get_marker()) for z in ax.lines[1::2]}) == len(modes)
+    for m, out in zip(modes, outs):
+        command = ["heads", out, "--windows", 2, "--out", tmp_path / "h.png"]
+        if m in ("baseline", "hyper"):
+            assert f"{m}' has no depth weights" in refused(capsys, figures.main, [str(z) for z in command])
+            continue
+        rows, axes = drawn(figures, capsys, *command)
+        H = {"attnres": 4, "mhar:4": 4, "mhar:16": 16}.get(m, 8)
+        assert list(rows) == [*map(str, range(H)), "all"] and len(axes) == H + (m == "attnres") + 1 and (rows["all"][:2] > 0).all()
+
+def own_numbers(model, windows, queries=None):
+    """What `heads` should find, in NumPy fp64 from the sources alone -> KL [S], and for each half and site the mean weights and their centre."""
+    r, sources = model.residual, []
+    model.hidden(windows, route=lambda s, *a: sources.append(torch.stack(list(s)).detach().numpy()) or route_ref(s, *a))
+    S, sites = r.H if r.H > 1 else 4, []
+    for s, q, g in zip(sources, (r.q if queries is None else queries).detach().numpy(), r.g.detach().numpy()):
+        k = s / np.sqrt((s ** 2).mean(-1, keepdims=True) + r.eps) * g                                    # [N, W, T, D]
+        e = np.exp((k * q).reshape(*s.shape[:3], S, -1).sum(-1))                                         # [N, W, T, S]
+        a, product = e / e.sum(0), e.prod(-1)
+        m = a.mean(-1) if r.H > 1 else product / product.sum(0)
+        sites.append(((a * np.log(a / m[..., None])).sum(0).mean((0, 1)), a, m))
+    kl = np.mean([z[0] for z in sites if len(z[1]) > 1], 0)
+    halves = [[(a[:, h].mean((1, 2)), m[:, h].mean((1, 2))) for _, a, m in sites] for h in np.array_split(np.arange(len(windows)), 2)]
+    return kl, halves
+
+def randomised_run(mode, data, out, change=lambda r: None, **k):
+    """A folder with the checkpoint of a model with random parameters, queries of unequal norm -> the model, fp64."""
+    m = randomised(tiny(mode, vocab_size=320, **k), std=0.3)
+    m.residual.q.data *= torch.linspace(3, 1, m.residual.q.size(1))
+    with torch.no_grad():
+        change(m)
+    os.makedirs(out, exist_ok=True)
+    torch.save(dict(model=m.state_dict(), step=7, config=vars(m.config), args=dict(name=mode, data=data), data=prepare_data.read_meta(data)), f"{out}/ckpt.pt")
+    return m
+
+@pytest.mark.parametrize("mode", ["attnres", "mhar", "delta"])
+def test_heads_equal_numpy(mode, data, tmp_path, figures, capsys):
+    m, ids = randomised_run(mode, data, tmp_path), prepare_data.read_split(data, "val").astype(np.int64)
+    x = torch.tensor(np.stack([ids[16 * w:][:16] for w in np.linspace(0, (len(ids) - 1) // 16 - 1, 6).astype(int)]))
+    kl, halves = own_numbers(m, x)
+    rows, axes = drawn(figures, capsys, "heads", tmp_path, "--windows", 7, "--out", tmp_path / "h.png")          # 7: an even number is read
+    dev = [np.concatenate([a - c[:, None] for a, c in half]) for half in halves]
+    for h, k in enumerate(kl):
+        want = k, np.abs(sum(dev) / 2)[:, h].max(), np.corrcoef(dev[0][:, h], dev[1][:, h])[0, 1]
+        assert np.abs(rows[str(h)][::3] - want).max() < 2e-4 and k > 0.01
+    want = kl.mean(), np.abs(sum(dev) / 2).max(), np.corrcoef(dev[0].ravel(), dev[1].ravel())[0, 1]
+    assert np.abs(rows["all"][::3] - want).max() < 2e-4 and 0.3 < want[2] < 0.999
+    weights = [(p[0] + q[0]) / 2 for p, q in zip(*halves)]  # the panels: mean weights, nothing where there is no source yet
+    if mode == "attnres":
+        weights = [np.c_[(p[1] + q[1]) / 2, w] for p, q, w in zip(*halves, weights)]
+    shared = [z.mean((1, 2)).numpy() for z in m.float().depth_weights(x)]
+    for ax, h in zip(axes, range(weights[0].shape[1])):
+        image = np.ma.filled(ax.images[0].get_array().astype(float), np.nan)
+        assert all(np.allclose(line[:len(w)], w[:, h], atol=1e-5) and np.isnan(line[len(w):]).all() for line, w in zip(image, weights))
+        if h == 0 or mode != "attnres":
+            assert all(np.allclose(w[:, h], z[:, h], atol=1e-5) for w, z in zip(weights, shared))
+
+def test_random_queries_are_the_null(data, tmp_path, figures, capsys):
+    def table(mode, change):
+        randomised_run(mode, data, tmp_path, change, n_layer=2)
+        return drawn(figures, capsys, "heads", tmp_path, "--windows", 4, "--out", tmp_path / "h.png")[0]
+
+    def copies(m):                                          # every source, q and g has equal slices, so that the heads are the same
+        for p in (m.embed.weight.T, m.residual.q.T, m.residual.g.T, *(w for b in m.blocks for w in (b.attn.o_proj.weight, b.mlp.down_proj.weight))):
+            p[16:] = p[:16]
+    rows = table("mhar", copies)
+    assert all(rows[z][0] < 1e-4 and rows[z][3] < 1e-4 and rows[z][1] > 0.01 and rows[z][4] > 0.01 for z in rows)
+
+    def one_slice(m):                                       # the one query asks in its first slice alone
+        m.residual.q[:, 8:] = 0
+    rows = table("attnres", one_slice)
+    assert rows["0"][0] < 1e-4 and rows["0"][1] < 1e-4 and all(rows[z][0] > 0.01 and rows[z][1] > 0.01 for z in "123")
+    assert np.allclose(rows["1"], rows["2"], atol=1e-4)     # both plain averages
+    assert not any(table("delta", lambda m: m.residual.q.zero_())["all"])        # what has not learned has no heads
+
+    def random(m):                                          # a random model is its own null; head 0 has ten times the norm
+        m.residual.q.normal_(generator=torch.Generator().manual_seed(5))
+        m.residual.q *= torch.tensor([0.5, 0.05]).repeat_interleave(16)
+    m, x = randomised_run("mhar", data, tmp_path, random), batch(4, V=257)[0]
+    kl = torch.stack([z[0] for half in figures.measure(m, x, 64) for z in half[1:]]).mean(0).numpy()             # [1 + 64, 2]
+    q = m.residual.q.detach().unflatten(-1, (2, 16))
+    noise = torch.randn(64, *q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(6))
+    null = np.array([own_numbers(m, x, (z / z.norm(dim=-1, keepdim=True) * q.norm(dim=-1, keepdim=True)).flatten(-2))[0] for z in noise])
+    assert (np.abs(null.mean(0) - kl[1:].mean(0)) < 4 * null.std(0) / 32 ** 0.5).all() and (np.abs(null.std(0) / kl[1:].std(0) - 1) < 0.5).all()
+    assert (np.abs(kl[0] - kl[1:].mean(0)) < 4 * kl[1:].std(0)).all() and (kl[1:].std(0) < kl[1:].mean(0) / 2).all()
+
+def test_figures_refuse_with_one_sentence(data, tmp_path, figures, capsys):
+    def refusal(*args):
+        return refused(capsys, figures.main, [*map(str, args), "--out", str(tmp_path / "f.png")])
+    run(data, tmp_path / "a", "--max_iters", 2, "--stop_at", 1)
+    other = prepare(tmp_path, LINES[:300])
+    run(other, tmp_path / "b", "--max_iters", 2, "--stop_at", 1)
+    a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
+    assert "nowhere/ckpt.pt is missing" in refusal("heads", "nowhere") and "nowhere is no folder of a run" in refusal("curves", a, "nowhere")
+    assert "different data" in refusal("curves", a, b) and "f.png" not in os.listdir(tmp_path)
+    c.mkdir()
+    for name, content in (("config.json", (a / "config.json").read_bytes()), ("log.jsonl", b'{"tokens": 1, "loss": null}\n'), ("ckpt.pt", b"PK")):
+        (c / name).write_bytes(content)
+        assert "c is no folder of a run" in refusal("curves", c)                 # no log, and then no loss in it
+    assert "ckpt.pt is missing or no checkpoint" in refusal("heads", c)
+    (tmp_path / "short.txt").write_text("too short")
+    assert "short.txt" in refusal("heads", a, "--text", tmp_path / "short.txt") and "--windows is 1" in refusal("heads", a, "--windows", 1)
+    assert "nofile" in refusal("heads", a, "--text", "nofile") and "nodata/meta.json" in refusal("heads", a, "--data", "nodata")
+    meta = json.loads(open(f"{other}/meta.json").read())
+    open(f"{other}/meta.json", "w").write(json.dumps(meta | {"vocab_size": 300}))
+    assert "another tokenizer" in refusal("heads", a, "--data", other)
+    (tmp_path / "long.txt").write_text("a longer text " * 20)
+    rows, axes = drawn(figures, capsys, "heads", a, "--text", tmp_path / "long.txt", "--data", data, "--out", tmp_path / "f.png")
+    assert list(rows) == ["0", "1", "all"]
+    _, axes = drawn(figures, capsys, "curves", a, "--out", tmp_path / "f.png")   # one run without an evaluation, of one step
+    assert len(axes) == 1 and axes[0].texts[0].get_text() == "mhar:2"
+    for args in (["curves"], ["heads"], ["heads", a, b], ["mhar", a], ["tails", a]):
+        with pytest.raises(SystemExit) as e:
+            figures.main([*map(str, args)])
+        assert e.value.code == 2 and "Traceback" not in capsys.readouterr().err
+    hidden = subprocess.run([sys.executable, "-c", "import sys; sys.modules['matplotlib'] = None; import runpy; runpy.run_path('assets/figures.py')"],
+                            cwd=HERE, capture_output=True, text=True)
+    assert hidden.returncode == 1 and hidden.stderr == "figures.py: matplotlib is missing; pip install matplotlib\n"
+
 # ---------------------------------------------------------------- README
 def test_readme_commands_and_changes(tmp_path, monkeypatch, capsys):
     readme = open(os.path.join(HERE, "README.md")).read()
