@@ -724,7 +724,7 @@ def test_evaluation_is_the_mean_over_fixed_windows(data):
     model = GPT(GPTConfig("mhar", 320, 32, 1, 2, 2, 32, 32, route_heads=2))
     loader = train.Loader(f"{data}/val.bin", np.uint16, 32, 4, 0)
     for n in (8, 7, 10**9):                                 # whole batches, a small last one, the whole split
-        got = [train.evaluate(model, loader, n, torch.device("cpu"), lambda: torch.autocast("cpu", enabled=False)) for _ in range(2)]
+        got = [train.evaluate(model, loader, n, torch.device("cpu"), lambda m: torch.autocast("cpu", enabled=False)) for _ in range(2)]
         at = np.linspace(0, loader.windows - 1, min(n, loader.windows)).astype(int)[:, None] * 32 + np.arange(33)
         t = torch.from_numpy(loader.tokens[at].astype(np.int64))
         with torch.no_grad():
