@@ -138,7 +138,8 @@ def load_checkpoint(out):
     """OUT/ckpt.pt, mapped rather than read, or None if there is none. Holds only tensors and plain values. Raises ValueError."""
     path = out if os.path.isfile(out) else os.path.join(out, "ckpt.pt")
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True) if os.path.exists(path) else None
+        ckpt = torch.load(path, map_location="cpu", mmap=True, weights_only=True) if os.path.exists(path) else None
+        return ckpt and {**ckpt, "config": asdict(GPTConfig(**ckpt["config"]))}
     except Exception as e:                                  # a damaged file has many ways to fail
         raise ValueError(f"checkpoint {path} is damaged or of another program ({type(e).__name__}); --overwrite starts anew") from e
 
@@ -154,14 +155,11 @@ def read_log(out):
     return records
 
 def pretrained(path):
-    """The baseline that --init_from names, on the CPU: a Hugging Face folder, or a ckpt.pt of this trainer or the folder of one."""
+    """The model in a Hugging Face folder, a ckpt.pt or the folder of one, on the CPU; of a ckpt.pt the weight average if it has one."""
     ckpt = load_checkpoint(path)
-    if ckpt is None:
-        return GPT.from_pretrained(path)
-    if (mode := ckpt.get("config", {}).get("mode")) != "baseline":
-        raise ValueError(f"--init_from {path} is a model of mode {mode}, expected a baseline")
-    model = GPT(GPTConfig(**ckpt["config"]))
-    model.load_state_dict(ckpt["model"])
+    model = GPT(GPTConfig(**ckpt["config"])) if ckpt else GPT.from_pretrained(path)
+    if ckpt:
+        model.load_state_dict(ckpt.get("ema", ckpt["model"]))
     return model
 
 def git_commit():
@@ -258,12 +256,14 @@ class Interrupt:
 def build(args, config, state, device, dtype):
     """The model of a run on its device: with the state if there is one, else from --init_from, else random by --seed."""
     torch.manual_seed(args.seed)
-    model = pretrained(args.init_from) if args.init_from and not state else GPT(config)
+    with torch.device("meta" if state else "cpu"):
+        model = pretrained(args.init_from) if args.init_from and not state else GPT(config)
     if model.config.mode != config.mode:
         model = convert_to_delta(model, config.route_heads, config.delta_blocks)
     model.config = config
-    if state:
-        model.load_state_dict(state)
+    if state:                                               # mapped, not copied: eight processes share the file's pages
+        model.load_state_dict(state, assign=True)
+        model.lm_head.weight = model.embed.weight if config.tie_embeddings else model.lm_head.weight
     if args.fsdp:                                           # moves and cuts one sublayer after another, the rest last
         from torch.distributed.fsdp import fully_shard
         mesh = dist.init_device_mesh(device.type, (world()[1],))
@@ -475,11 +475,11 @@ def settings(args, spec, out):
         raise ValueError(f"{out} holds a checkpoint at step {ckpt['step']}; --resume continues it, --overwrite starts anew")
     given = {**SCALES[args.scale], "vocab_size": -(-meta["vocab_size"] // 64) * 64}
     if args.init_from:
-        if mode not in ("baseline", "delta"):
-            raise ValueError(f"--init_from takes --mode baseline or delta, which start as the pretrained model's function; {mode} does not")
         if not (ckpt or args.eval_only) and os.path.realpath(args.init_from) in map(os.path.realpath, (out, os.path.join(out, "ckpt.pt"))):
             raise ValueError(f"--init_from {args.init_from} is what this run would replace; take another --out")
         given = ckpt["config"] if ckpt else asdict(pretrained(args.init_from).config)
+        if mode not in ("baseline", "delta") or not ckpt and given["mode"] != "baseline":
+            raise ValueError(f"--init_from takes a baseline to --mode baseline or delta, which start as its function, not {given['mode']} to {mode}")
         if wrong := [f"--{k} {v}" for k, v in vars(args).items() if k in given and k not in RUN_FIELDS and v != given[k]]:
             raise ValueError(f"{', '.join(wrong)}: the model of --init_from is another; only {', '.join(RUN_FIELDS[1:])} can be set")
     given = {**given, **{f.name: getattr(args, f.name) for f in fields(GPTConfig) if hasattr(args, f.name)}, "mode": mode}
