@@ -45,7 +45,7 @@ PEAK_FLOPS = {"H200 NVL": 835e12, "H200": 989e12, "GH200": 989e12, "H100 PCIe": 
               "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12}
 
 DEFAULT_DATA = "data/stdlib"
-NOT_KEPT = ("resume", "overwrite", "eval_only", "table", "stop_at", "out", "device", "compile", "cuda_graph", "fused", "fsdp", "text")
+NOT_KEPT = "resume overwrite eval_only table stop_at out device compile cuda_graph fused fsdp text".split()  # not kept in checkpoints
 RUN_FIELDS = ("mode", "block_size", "route_heads", "delta_blocks", "kernel", "grad_checkpoint")       # all that --init_from leaves open
 
 def peak_flops(device_name):
@@ -297,7 +297,7 @@ def train(args, config, meta, ckpt, device, dtype):
     (rank, size), cuda = world(), device.type == "cuda"
     text, units = text_windows(args, config.block_size) if args.text else (None, {})
     model = build(args, config, ckpt and ckpt["model"], device, getattr(torch, args.param_dtype))
-    average = build(args, config, ckpt and ckpt.get("ema", ckpt["model"]), device, torch.float32) if args.ema else None
+    average = build(args, config, ckpt and ckpt["ema"], device, torch.float32) if args.ema else None
     optimizer = model.configure_optimizer(args.lr, args.weight_decay, decay=args.decay, route_lr=args.route_lr)
     models = {"val_loss": model, **({"ema_val_loss": average} if average else {})}
 
@@ -316,7 +316,7 @@ def train(args, config, meta, ckpt, device, dtype):
     if args.eval_only:
         for m in models.values():
             loss = evaluate(m, text or data["val"], text.windows if text else eval_sequences, device, autocast)
-            found = ", ".join(f"{np.exp(np.float64(loss * units['token'] / n)):,.4f} a {unit} ({n:,})" for unit, n in units.items())
+            found = ", ".join(f"{np.exp(np.float64(loss * units['token'] / n)):.6g} a {unit} ({n:,})" for unit, n in units.items())
             if rank == 0:
                 print(f"{args.name}: {f'perplexity {found}' if text else f'validation loss {loss:.4f}'} at step {step:,}"
                       + ", of the moving average of the weights" * (m is average))
@@ -479,7 +479,7 @@ def settings(args, spec, out):
             raise ValueError(f"--init_from {args.init_from} is what this run would replace; take another --out")
         given = ckpt["config"] if ckpt else asdict(pretrained(args.init_from).config)
         if mode not in ("baseline", "delta") or not ckpt and given["mode"] != "baseline":
-            raise ValueError(f"--init_from takes a baseline to --mode baseline or delta, which start as its function, not {given['mode']} to {mode}")
+            raise ValueError(f"--init_from takes a baseline to baseline or delta; {given['mode']} to {mode} starts as another function")
         if wrong := [f"--{k} {v}" for k, v in vars(args).items() if k in given and k not in RUN_FIELDS and v != given[k]]:
             raise ValueError(f"{', '.join(wrong)}: the model of --init_from is another; only {', '.join(RUN_FIELDS[1:])} can be set")
     given = {**given, **{f.name: getattr(args, f.name) for f in fields(GPTConfig) if hasattr(args, f.name)}, "mode": mode}
@@ -506,8 +506,8 @@ def settings(args, spec, out):
                              + ("; --eval_interval 0 trains without evaluation" if split == "val" else ""))
     if ckpt:
         def identity(args, config, data):                   # what a run is; kernel and checkpointing are only how it is computed
-            return {**config, "kernel": None, "grad_checkpoint": None, "init_from": args.get("init_from"),
-                    "route_lr": args.get("route_lr", 1.0), **{k: args[k] for k in ("seed", "param_dtype", "decay")},
+            return {**config, "kernel": None, "grad_checkpoint": None, **{k: args[k] for k in ("seed", "param_dtype", "decay")},
+                    "init_from": args.get("init_from"), "route_lr": args.get("route_lr", 1.0), "ema": bool(args.get("ema")),
                     **{f"{s}.bin sha256": data[s]["sha256"] for s in ("train", "val")},
                     "batch_size x grad_accum": args["batch_size"] * args["grad_accum"]}
         then, now = identity(ckpt["args"], ckpt["config"], ckpt["data"]), identity(vars(args), asdict(config), meta)
