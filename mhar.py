@@ -393,6 +393,8 @@ class GPT(nn.Module):
         route: how to read, instead of what `kernel` says. Everything that reads over depth goes through it.
         """
         c, pos0, device = self.config, kv[0]["k"].size(2) if kv and kv[0] else 0, idx.device.type
+        if hasattr(self.embed.weight, "full_tensor"):       # a call of the model itself puts it together
+            raise ValueError("a model sharded by fully_shard only runs as model(idx); load its checkpoint into one that is not")
         if pos0 + idx.size(1) > c.block_size:
             raise ValueError(f"{pos0 + idx.size(1)} tokens are more than block_size {c.block_size}")
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
@@ -525,20 +527,25 @@ class GPT(nn.Module):
         """[null], the null vectors [2L, D] of delta mode; empty in the others."""
         return [p for n, p in self.residual.named_parameters() if n == "null"]
 
-    def configure_optimizer(self, lr, weight_decay, betas=(0.9, 0.95), eps=1e-8, decay="all"):
+    def configure_optimizer(self, lr, weight_decay, betas=(0.9, 0.95), eps=1e-8, decay="all", route_lr=1.0):
         """
-        AdamW in two groups: with weight decay and without. By role, never by shape:
-        decay="all"      the paper's: everything decays, except the residual parameters of delta and hyper
-        decay="matrices" the usual split: only embedding and projections decay
+        AdamW in groups, with weight decay and without; a group's rate is lr times its lr_scale. By role, never by shape:
+        decay="all"         the paper's from scratch: everything decays, except the residual parameters of delta and hyper
+        decay="matrices"    the usual split: only embedding and projections decay
+        decay="projections" the paper's in mid-training: nor does the embedding; the LM head decays unless it is the embedding
+        route_lr            the lr_scale of the residual parameters, in every mode
         """
-        if decay not in ("all", "matrices"):
-            raise ValueError(f"decay is {decay!r}, expected all or matrices")
-        matrices = {id(m.weight) for m in self.modules() if isinstance(m, (nn.Linear, nn.Embedding))}
-        exempt = {id(p) for p in self.residual.parameters()} if self.config.mode in ("delta", "hyper") else set()
-        groups = ([], [])
+        linear = {id(m.weight) for m in self.modules() if isinstance(m, nn.Linear)} - {id(self.embed.weight)}
+        residual = {id(p) for p in self.residual.parameters()}
+        exempt = residual if self.config.mode in ("delta", "hyper") else set()
+        decays = {"all": lambda i: i not in exempt, "matrices": lambda i: i in linear or i == id(self.embed.weight),
+                  "projections": lambda i: i in linear}
+        if decay not in decays:
+            raise ValueError(f"decay is {decay!r}, expected one of {', '.join(decays)}")
+        groups = {}
         for p in self.parameters():
-            groups[id(p) in exempt or (decay == "matrices" and id(p) not in matrices)].append(p)
-        groups = [dict(params=ps, weight_decay=wd) for ps, wd in zip(groups, (weight_decay, 0.0)) if ps]
+            groups.setdefault((decays[decay](id(p)), route_lr if id(p) in residual else 1.0), []).append(p)
+        groups = [dict(params=ps, weight_decay=weight_decay * d, lr=lr * k, lr_scale=k) for (d, k), ps in groups.items()]
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=self.embed.weight.is_cuda)
 
     def estimate_flops(self):

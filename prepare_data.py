@@ -100,6 +100,10 @@ def encoding_from_json(path):
     enc.nfc = norm == "NFC"                                  # the caller's job, so that it comes before the hash
     return enc
 
+def normalised(enc, text):
+    """The text as the tokenizer wants it, before `encode`."""
+    return unicodedata.normalize("NFC", text) if getattr(enc, "nfc", False) else text
+
 def encode(enc, text):
     """Token ids of a text, without loss. What looks like a special token is plain text."""
     if enc.name == "bytes":
@@ -172,7 +176,7 @@ worker_encoding = functools.cache(get_encoding)              # a worker reads it
 def work(encoding, text):
     """A text -> its hash in [0, 1), its size in bytes, its token ids with the end of text."""
     enc = worker_encoding(encoding)
-    text = unicodedata.normalize("NFC", text) if getattr(enc, "nfc", False) else text
+    text = normalised(enc, text)
     data, ids = text.encode(), np.append(encode(enc, text), enc.eot_token).astype(token_dtype(enc.n_vocab))
     return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big") / 2**48, len(data), ids
 
@@ -198,6 +202,18 @@ def read_encoding(folder):
     """The encoding of a prepared folder, which holds a copy of its tokenizer file."""
     name = read_meta(folder)["encoding"]
     return get_encoding(os.path.join(folder, name) if name.endswith(TOKENIZER_FILES) else name)
+
+def read_text(folder, path):
+    """A UTF-8 text file -> its text, and its token ids in a prepared folder's vocabulary after one end-of-text token. Raises ValueError."""
+    enc = read_encoding(folder)
+    try:
+        text = normalised(enc, Path(path).read_bytes().decode("utf-8-sig"))
+        ids = [enc.eot_token, *map(int, encode(enc, text))]
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from None
+    if not text.split():
+        raise ValueError(f"{path} holds no word")
+    return text, ids
 
 def prepare(args, tmp):
     """Fills the folder tmp with train.bin, val.bin and meta.json, and returns meta. Raises ValueError."""

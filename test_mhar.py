@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -881,7 +882,7 @@ def test_resume_refuses_another_run(data, tmp_path, capsys):
     run(data, out, "--max_iters", 2, "--overwrite")         # must not be remembered
     for flags, words in ((["--n_layer", 3], "n_layer 2 -> 3"), (["--seed", 2], "seed 1 -> 2"), (["--grad_accum", 4], "8 -> 16"),
                          (["--data", other], "sha256"), (["--mode", "attnres"], "mode mhar -> attnres"),
-                         (["--max_iters", 1], "at step 2"), (["--decay", "matrices"], "decay all -> matrices")):
+                         (["--ema", 0.9], "ema False -> True"), (["--max_iters", 1], "at step 2"), (["--decay", "matrices"], "decay all -> matrices")):
         assert words in refused(capsys, run, data, out, "--resume", *flags)
         assert "--overwrite" in refused(capsys, run, data, out)                  # and nothing is overwritten unasked
 
@@ -921,7 +922,7 @@ def test_evaluation_is_the_mean_over_fixed_windows(data):
     model = GPT(GPTConfig("mhar", 320, 32, 1, 2, 2, 32, 32, route_heads=2))
     loader = train.Loader(f"{data}/val.bin", np.uint16, 32, 4, 0)
     for n in (8, 7, 10**9):                                 # whole batches, a small last one, the whole split
-        got = [train.evaluate(model, loader, n, torch.device("cpu"), lambda: torch.autocast("cpu", enabled=False)) for _ in range(2)]
+        got = [train.evaluate(model, loader, n, torch.device("cpu"), lambda m: torch.autocast("cpu", enabled=False)) for _ in range(2)]
         at = np.linspace(0, loader.windows - 1, min(n, loader.windows)).astype(int)[:, None] * 32 + np.arange(33)
         t = torch.from_numpy(loader.tokens[at].astype(np.int64))
         with torch.no_grad():
@@ -1014,6 +1015,190 @@ def test_log_and_bf16(data, tmp_path):
     assert abs(log[-1]["loss"] - pure[-1]["loss"]) < 0.1 and log[-1]["loss"] < log[0]["loss"] < math.log(320) + 0.1
     assert [set(r) for r in log] == [{"iter", "loss", "lr", "grad_norm", "tokens", "dt", "tokens_per_s", "mfu", "memory_mb"}] * 6
     assert all(r["tokens_per_s"] * r["dt"] == pytest.approx(256) and r["mfu"] is None for r in log)
+
+# ---------------------------------------------------------------- mid-training
+@pytest.fixture(scope="module")
+def base(data, tmp_path_factory):
+    """The folder of a baseline, trained for three steps."""
+    out = tmp_path_factory.mktemp("base")
+    run(data, out, "--max_iters", 3, mode="baseline")
+    return str(out)
+
+def test_rate_and_decay_by_role():
+    for tied in (True, False):
+        m = GPT(tiny("delta", tie_embeddings=tied))
+        names = {id(p): n for n, p in m.named_parameters()}
+        groups = m.configure_optimizer(1e-3, 0.1, decay="projections", route_lr=10).param_groups
+        found = {names[id(p)]: (g["weight_decay"], g["lr"]) for g in groups for p in g["params"]}
+        for n in names.values():
+            projection = n.endswith("_proj.weight") or n == "lm_head.weight"    # an LM head of its own; the embedding is none
+            assert found.pop(n) == (0.1 * projection, pytest.approx(1e-2 if n.startswith("residual") else 1e-3)), n
+        assert not found
+    with pytest.raises(ValueError, match="'shape'.*projections"):
+        m.configure_optimizer(1e-3, 0.1, decay="shape")
+
+def test_mid_training_starts_as_the_pretrained_model(data, base, tmp_path, capsys, monkeypatch):
+    flags = ["--init_from", f"{base}/ckpt.pt", "--max_iters", 3, "--eval_interval", 3, "--eval_iters", 1, "--lr", 1e-3, "--min_lr", 1e-5,
+             "--warmup_iters", 1]
+    model, loader = GPT(GPTConfig(**checkpoint(base)["config"])), train.Loader(f"{data}/train.bin", np.uint16, 32, 4, 1)
+    model.load_state_dict(checkpoint(base)["model"])
+    run(data, tmp_path / "m", *flags, mode="baseline,delta")
+    both = [train.read_log(tmp_path / "m" / m) for m in ("baseline", "delta")]
+    assert re.search(r"delta:2 +\d\.\d+ +[-+]0\.00", capsys.readouterr().out)    # the paired table
+    with torch.no_grad():
+        first = np.mean([model(*loader.microbatch(i))[1].item() for i in (0, 1)])
+    for log in both:
+        assert log[0]["loss"] == pytest.approx(first, rel=1e-6) and [r["lr"] for r in log] == pytest.approx([1e-3, 5.05e-4, 1e-5])
+    assert both[0][0]["loss"] == both[1][0]["loss"] and both[0][2]["loss"] != both[1][2]["loss"]
+    a, b = (checkpoint(tmp_path / "m" / m) for m in ("baseline", "delta"))
+    assert {k for k in a["config"] if a["config"][k] != b["config"][k]} == {"mode"} and b["model"]["residual.gate"].any()
+    for m in ("one", "ten"):                                # AdamW's first step is the rate itself
+        run(data, tmp_path / m, *flags, "--stop_at", 1, "--route_lr", {"one": 1, "ten": 10}[m], mode="delta")
+    gates = [checkpoint(tmp_path / m)["model"]["residual.gate"].abs() for m in ("one", "ten")]
+    assert rel(gates[1], 10 * gates[0]) < 1e-3 and gates[0].max() == pytest.approx(1e-3, rel=1e-3)
+    # saved, resumed and at rate zero it is the control, with the same windows; resuming does not look at the base
+    zero = [*flags, "--lr", 0, "--min_lr", 0, "--block_size", 16, "--eval_interval", 0, "--stop_at", 2]
+    control = run(data, tmp_path / "z", *zero, mode="baseline")
+    run(data, tmp_path / "d", *zero, "--route_heads", 4, "--stop_at", 1, mode="delta")
+    os.rename(base, base + ".away")
+    try:
+        train.main(["--data", data, "--out", str(tmp_path / "d"), "--resume", "--stop_at", "2"])
+    finally:
+        os.rename(base + ".away", base)
+    assert losses(train.read_log(tmp_path / "d")) == losses(control) and checkpoint(tmp_path / "d")["config"]["block_size"] == 16
+    # a folder goes to from_pretrained, in the checkpoint's dtype; --eval_only evaluates it as it is, whatever OUT holds
+    seen = []
+    monkeypatch.setattr(GPT, "from_pretrained", lambda path: (seen.append(path), copy.deepcopy(model).bfloat16())[1], raising=False)
+    want = train.evaluate(copy.deepcopy(model).bfloat16().float(), train.Loader(f"{data}/val.bin", np.uint16, 32, 4, 1), 8, torch.device("cpu"),
+                          lambda m: torch.autocast("cpu", enabled=False))
+    for mode in ("baseline", "delta:4"):
+        capsys.readouterr()
+        run(data, tmp_path / "m" / "delta", "--init_from", str(tmp_path), "--eval_only", "--eval_iters", 1, mode=mode)
+        assert f"{mode}: validation loss {want:.4f} at step 0" in capsys.readouterr().out and set(seen) == {str(tmp_path)}
+    assert checkpoint(tmp_path / "m" / "delta")["step"] == 3
+    for out, words, *flags in (
+            ("o", "baseline to mhar starts as another function", "--mode", "mhar"), ("o", "baseline to attnres", "--mode", "attnres"), ("o", "to hyper", "--mode", "hyper"),
+            ("o", "n_layer 3.*init_from.*block_size", "--n_layer", 3), ("o", "baseline or delta; delta to delta", "--init_from", tmp_path / "m/delta"),
+            ("o", "README.md is damaged or of another", "--init_from", os.path.join(HERE, "README.md")), ("m/delta", "resume.*overwrite"),
+            ("m/delta", "init_from .*ckpt.pt -> other", "--resume", "--init_from", "other"), (base, "would replace", "--overwrite", "--mode", "baseline"),
+            ("o", "ema 1.0 must be below 1", "--ema", 1), ("o", "min_lr 1.0 not above", "--min_lr", 1), ("o", "needs --eval_only", "--text", "x"),
+            ("o", "needs torchrun", "--fsdp"), ("o", "No such file.*nowhere", "--eval_only", "--text", "nowhere")):
+        flags = ["--init_from", f"{base}/ckpt.pt", "--max_iters", 3, *flags]
+        assert re.search(words, refused(capsys, run, data, tmp_path / out, *flags, mode="delta")) and not os.path.exists(tmp_path / "o")
+    meta = prepare_data.read_meta(data)
+    monkeypatch.setattr(prepare_data, "read_meta", lambda folder: {**meta, "vocab_size": 321})
+    assert "320 is below the data's 321" in refused(capsys, run, data, tmp_path / "o", "--init_from", base, mode="delta")
+
+def test_weight_average_and_z_loss(data, tmp_path, monkeypatch):
+    saved, real = [], train.write_atomic
+    monkeypatch.setattr(train, "write_atomic", lambda path, z: (real(path, z), saved.append(copy.deepcopy(z)) if path.endswith("ckpt.pt") else 0))
+    flags = "--max_iters 5 --stop_at 4 --ema 0.9 --z_loss 0.1 --ckpt_interval 1 --eval_interval 4 --eval_iters 1 --grad_clip 0".split()
+    log = run(data, tmp_path / "s", *flags)
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(**saved[0]["config"]))
+    average, loader = copy.deepcopy(model).double(), train.Loader(f"{data}/train.bin", np.uint16, 32, 4, 1)
+    for z in saved[:4]:
+        for k, v in average.named_parameters():
+            v.data.mul_(0.9).add_(0.1 * z["model"][k])
+            assert rel(z["ema"][k], v) < 1e-6 and z["ema"][k].dtype == torch.float32
+    val = train.Loader(f"{data}/val.bin", np.uint16, 32, 4, 1)
+    ema = train.evaluate(average.float(), val, 8, torch.device("cpu"), lambda m: torch.autocast("cpu", enabled=False))
+    assert log[3]["ema_val_loss"] == pytest.approx(ema, rel=1e-6) and log[3]["val_loss"] != log[3]["ema_val_loss"] and "val_loss" not in log[2]
+    run(data, tmp_path / "p", *flags, "--stop_at", 2)
+    part = run(data, tmp_path / "p", "--resume", *flags)
+    assert losses(part) == losses(log) and part[3]["ema_val_loss"] == log[3]["ema_val_loss"]
+    assert all(torch.equal(v, saved[3]["ema"][k]) for k, v in checkpoint(tmp_path / "p")["ema"].items())
+    entropy, objective = 0.0, 0.0
+    for x, y in map(loader.microbatch, (0, 1)):             # the first step, by hand and in fp64
+        logp = model.double()(x)[0].flatten(0, 1)
+        z = logp.exp().sum(-1).log()
+        entropy = entropy + (z - logp[range(128), y.flatten()]).mean() / 2
+        objective = objective + 0.1 * (z * z).mean() / 2
+    (entropy + objective).backward()
+    norm = math.sqrt(sum(p.grad.square().sum() for p in model.parameters()))
+    assert log[0]["loss"] == pytest.approx(entropy.item(), rel=1e-6) and log[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+def test_sharded_training_is_the_same_run(data, tmp_path):
+    """Two processes that share one model, and one that has it whole: the same losses, each resumed from what the other saved."""
+    modes = "baseline,mhar,delta"
+    flags = "--max_iters 21 --stop_at 20 --ema 0.9 --z_loss 0.01 --eval_interval 20 --eval_iters 2 --batch_size 3 --grad_checkpoint --n_layer 1".split()
+    run(data, tmp_path / "one", *flags, "--stop_at", 10, mode=modes)
+    shutil.copytree(tmp_path / "one", tmp_path / "b")
+    run(data, tmp_path / "one", *flags, "--resume", mode=modes)
+    calls = [argv(data, tmp_path / "a", *flags, "--fsdp", "--stop_at", 10, mode=modes), argv(data, tmp_path / "b", *flags, "--fsdp", "--resume", mode=modes)]
+    (tmp_path / "two.py").write_text(f"import sys\nsys.path.insert(0, {HERE!r})\nimport train\nfor flags in {calls!r}:\n    train.main(flags)\n")
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(tmp_path / "two.py")], check=True,
+                   env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    run(data, tmp_path / "a", *flags, "--resume", mode=modes)
+    for mode in modes.split(","):
+        one, a, b = (train.read_log(tmp_path / z / mode) for z in ("one", "a", "b"))
+        for log in (a, b):
+            assert len(log) == 20 and json.loads((tmp_path / "b" / mode / "config.json").read_text())["processes"] == 2
+            for key in ("loss", "grad_norm", "val_loss", "ema_val_loss"):
+                assert max(abs(r[key] - s[key]) / s[key] for r, s in zip(log, one) if key in s) < 1e-5, (mode, key)
+        for z in (checkpoint(tmp_path / z / mode) for z in "ab"):
+            assert list(z["model"]) == list(checkpoint(tmp_path / "one" / mode)["model"])
+            assert {type(v) for k in ("model", "ema") for v in z[k].values()} == {torch.Tensor}
+
+# ---------------------------------------------------------------- evaluation of texts and tasks
+TEXT = "The cat sat — on the mat.\r\n\tÉté, 2 × 3 = 6.  " * 3 + "\n"
+
+def scored(model, enc, T, text):
+    """Log-probability of each token, one at a time, with what precedes it in its window."""
+    ids, scores = [enc.eot_token, *text.encode()], []
+    with torch.no_grad():
+        for i in range(1, len(ids)):
+            start = (i - 1) // T * T                        # the first token of the window
+            scores.append(model.double()(torch.tensor([ids[start:i]]))[0][0, -1].log_softmax(-1)[ids[i]].item())
+    return scores
+
+def test_text_perplexity(data, base, tmp_path, capsys):
+    (tmp_path / "t.txt").write_bytes(("\ufeff" + TEXT).encode())
+    model = GPT(GPTConfig(**checkpoint(base)["config"]))
+    model.load_state_dict(checkpoint(base)["model"])
+    nats = -sum(scored(model, prepare_data.read_encoding(data), 32, TEXT))
+    train.main(["--data", data, "--out", base, "--eval_only", "--text", str(tmp_path / "t.txt")])
+    found = re.findall(r"(\S+) a (byte|word|token) \((\d+)\)", capsys.readouterr().out)
+    want = dict(byte=len(TEXT.encode()), word=len(TEXT.split()), token=len(TEXT.encode()))
+    assert [u for _, u, _ in found] == list(want)
+    for ppl, unit, n in found:
+        assert int(n) == want[unit] and float(ppl) == pytest.approx(math.exp(nats / want[unit]), rel=1e-5)
+    for content, words in ((b"\xff\xfe", "t.txt: .*decode"), (b" \n", "t.txt holds no word")):
+        (tmp_path / "t.txt").write_bytes(content)
+        assert re.search(words, refused(capsys, train.main, ["--data", data, "--out", base, "--eval_only", "--text", str(tmp_path / "t.txt")]))
+
+def test_readme_harness_model(data, base, tmp_path):
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.tasks import TaskManager
+    code = {}
+    exec(re.search(r"```python\n(import re, torch, lm_eval.*?)```", open(os.path.join(HERE, "README.md")).read(), re.S).group(1), code)
+    lm, line = code["Trained"](base, data, "cpu"), "line 7 the"
+    model, greedy = copy.deepcopy(lm.model), lm.model.generate(torch.tensor([list(line.encode())]), 24, temperature=0)[0, len(line):].tolist()
+    text = bytes(t for t in greedy if t < 256).decode(errors="replace")          # what an untrained model writes, up to its third character
+    (tmp_path / "docs.jsonl").write_text(json.dumps(dict(text=TEXT, q=line, choices=[" cat", " dog sat", text[:1]], label=1)) + "\n")
+    common = (f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: '{tmp_path}/docs.jsonl'}}, cache_dir: '{tmp_path}/cache'}}\n"
+              "test_split: test\nmetadata: {version: 1}\n")
+    for name, kind in dict(
+            rolling="loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\nmetric_list: [{metric: word_perplexity}, {metric: byte_perplexity}]",
+            choice="multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_target: label\ndoc_to_choice: choices\ntarget_delimiter: ''\nmetric_list: [{metric: acc}]",
+            word="loglikelihood\ndoc_to_text: '{{q}}'\ndoc_to_target: ' cat'\ntarget_delimiter: ''\nmetric_list: [{metric: perplexity, aggregation: perplexity}, {metric: acc}]",
+            free="generate_until\ndoc_to_text: '{{q}}'\ndoc_to_target: ''\ngeneration_kwargs: {max_gen_toks: 24, until: ['\\n\\n']}\nmetric_list: [{metric: exact_match}]",
+            ).items():
+        (tmp_path / f"{name}.yaml").write_text(f"task: {name}\noutput_type: {kind}\n{common}")
+    out = lm_eval.simple_evaluate(lm, tasks=["rolling", "choice", "word", "free"], task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+                                  bootstrap_iters=0)
+    results, samples = out["results"], out["samples"]
+    nats = -sum(scored(model, lm.enc, 32, TEXT))
+    assert results["rolling"]["byte_perplexity,none"] == pytest.approx(math.exp(nats / len(TEXT.encode())), rel=1e-5)
+
+    def continuation(choice):                               # in one window: the question and the choice are short
+        logp, y = model(torch.tensor([list((line + choice).encode())]))[0][0].log_softmax(-1), list(choice.encode())
+        return sum(logp[len(line) - 1 + i, t].item() for i, t in enumerate(y))
+    want = [continuation(c) for c in (" cat", " dog sat", text[:1])]
+    assert [r[0][0] for r in samples["choice"][0]["resps"]] == pytest.approx(want, rel=1e-5)
+    assert [r[0][1] for r in samples["choice"][0]["resps"]] == [False, False, True]
+    assert results["word"]["perplexity,none"] == pytest.approx(math.exp(-want[0]), rel=1e-5) and results["word"]["acc,none"] == 0
+    assert samples["free"][0]["resps"] == [[text.split("\n\n")[0]]]
 
 # ---------------------------------------------------------------- figures
 @pytest.fixture(scope="session")

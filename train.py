@@ -5,11 +5,13 @@ Train, compare and evaluate the models of mhar.py. One script, read from top to 
     python train.py --mode baseline,hyper,attnres,mhar,mhar:4           # one after another, same data order, then a paired table
     python train.py --data data/fineweb --scale 100m --out out/100m     # the paper's recipe on one GPU
     torchrun --nproc_per_node=8 train.py --data data/fineweb --scale 1b # the same batches and losses on eight
+    python train.py --init_from Llama-3.1-8B --mode baseline,delta ...  # mid-training from a pretrained model, and its control
 
 OUT/log.jsonl has one record per iteration, with val_loss where the model was evaluated after it; OUT/ckpt.pt is the last
 checkpoint and OUT/config.json says what was run. Ctrl-C ends the step, saves and leaves; --resume goes on from there exactly.
 """
 import argparse
+import datetime
 import functools
 import json
 import math
@@ -27,14 +29,15 @@ import torch
 import torch.distributed as dist
 
 import prepare_data
-from mhar import GPT, SCALES, GPTConfig, fused_kernels
+from mhar import GPT, SCALES, GPTConfig, convert_to_delta, fused_kernels, upcast
 
-# what --scale means besides the model: the paper's recipe (section 4), and a short one for a CPU
+# what --scale means besides the model: the paper's recipe (section 4), and a short one for a CPU; --init_from has one of its own
 PAPER = dict(max_iters=20000, lr=5e-4, warmup_iters=1000, eval_interval=500)
 RECIPES = {"tiny": dict(batch_size=8, grad_accum=1, max_iters=600, lr=3e-3, warmup_iters=50, eval_interval=200),
            "100m": dict(batch_size=8, grad_accum=8, **PAPER),
            "350m": dict(batch_size=4, grad_accum=8, **PAPER),
-           "1b": dict(batch_size=2, grad_accum=16, **PAPER)}
+           "1b": dict(batch_size=2, grad_accum=16, **PAPER),
+           "init_from": dict(batch_size=1, grad_accum=256, max_iters=9500, lr=4e-4, warmup_iters=200, eval_interval=500)}
 
 # dense bf16 peak in FLOP/s by device name; the first entry found as a whole word counts
 PEAK_FLOPS = {"H200 NVL": 835e12, "H200": 989e12, "GH200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
@@ -42,7 +45,8 @@ PEAK_FLOPS = {"H200 NVL": 835e12, "H200": 989e12, "GH200": 989e12, "H100 PCIe": 
               "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12}
 
 DEFAULT_DATA = "data/stdlib"
-NOT_KEPT = ("resume", "overwrite", "eval_only", "table", "stop_at", "out", "device", "compile", "cuda_graph", "fused")     # in checkpoints
+NOT_KEPT = "resume overwrite eval_only table stop_at out device compile cuda_graph fused fsdp text".split()  # not kept in checkpoints
+RUN_FIELDS = ("mode", "block_size", "route_heads", "delta_blocks", "kernel", "grad_checkpoint")       # all that --init_from leaves open
 
 def peak_flops(device_name):
     """Dense bf16 FLOP/s of a device, or None for one that is not in the table."""
@@ -98,9 +102,20 @@ def sum_over_ranks(x):
         dist.all_reduce(x)
     return x
 
+def full(x):
+    """A sharded tensor (--fsdp) put together in main memory; of a state dict all, on rank 0 alone. Every process has to call it."""
+    if isinstance(x, dict):
+        return {k: y for k, y in ((k, full(v)) for k, v in x.items()) if world()[0] == 0}
+    return x.full_tensor().cpu() if hasattr(x, "full_tensor") else x
+
+def cut(x, p):
+    """x, a piece of the optimizer state of parameter p, sharded as p is."""
+    sharded = hasattr(p, "full_tensor") and x.shape == p.shape              # AdamW's step is not
+    return dist.tensor.distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None).clone() if sharded else x
+
 def clip_and_check(model, max_norm):
     """Clips the gradient to max_norm (0: not at all) and returns its norm before. FloatingPointError if that is not finite."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf).item()
+    norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)).item()
     if not math.isfinite(norm):
         raise FloatingPointError(f"the gradient norm is {norm}")
     return norm
@@ -121,11 +136,12 @@ def write_atomic(path, content):
 
 def load_checkpoint(out):
     """OUT/ckpt.pt, mapped rather than read, or None if there is none. Holds only tensors and plain values. Raises ValueError."""
-    path = os.path.join(out, "ckpt.pt")
+    path = out if os.path.isfile(out) else os.path.join(out, "ckpt.pt")
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True) if os.path.exists(path) else None
+        ckpt = torch.load(path, map_location="cpu", mmap=True, weights_only=True) if os.path.exists(path) else None
+        return ckpt and {**ckpt, "config": asdict(GPTConfig(**ckpt["config"]))}
     except Exception as e:                                  # a damaged file has many ways to fail
-        raise ValueError(f"checkpoint {path} is damaged ({type(e).__name__}); --overwrite starts anew") from e
+        raise ValueError(f"checkpoint {path} is damaged or of another program ({type(e).__name__}); --overwrite starts anew") from e
 
 def read_log(out):
     """The records of OUT/log.jsonl; a last line that was cut off is left out."""
@@ -137,6 +153,14 @@ def read_log(out):
             except ValueError as e:
                 raise ValueError(f"{path}:{len(records) + 1} is not JSON ({e})") from None
     return records
+
+def pretrained(path):
+    """The model in a Hugging Face folder, a ckpt.pt or the folder of one, on the CPU; of a ckpt.pt the weight average if it has one."""
+    ckpt = load_checkpoint(path)
+    model = GPT(GPTConfig(**ckpt["config"])) if ckpt else GPT.from_pretrained(path)
+    if ckpt:
+        model.load_state_dict(ckpt.get("ema", ckpt["model"]))
+    return model
 
 def git_commit():
     git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "HEAD"]
@@ -166,20 +190,34 @@ def print_table(outs):
 # ---------------------------------------------------------------- evaluation
 @torch.no_grad()
 def evaluate(model, data, sequences, device, autocast):
-    """Mean loss in nats a token over so many windows, spread evenly over the held-out split: the same ones at every call."""
-    (rank, size), n, total = world(), min(sequences, data.windows), 0.0
+    """Mean loss in nats a token over so many windows, spread evenly over the data: the same ones at every call."""
+    (rank, size), n, total, count = world(), min(sequences, data.windows), 0.0, 0
     windows = np.linspace(0, data.windows - 1, n).astype(np.int64)
     model.eval()
-    for i in range(rank * data.batch, n, size * data.batch):
-        x, y = data.take(windows[i:i + data.batch])
-        whole = model if len(x) == data.batch else model.forward            # not worth compiling for a last small one
-        with autocast():
-            total += whole(x.to(device), y.to(device))[1].item() * len(x)
+    for i in range(0, n, size * data.batch):                # whole batches, as many on every rank: shards need the one, compilers the other
+        mine = windows[i + rank * data.batch:][:data.batch]
+        x, y = data.take(np.resize(mine, data.batch))
+        y[len(mine):] = -100                                # what cross-entropy leaves out
+        with autocast(model):
+            loss, tokens = model(x.to(device), y.to(device))[1].item(), (y >= 0).sum().item()
+        total, count = total + (loss * tokens if tokens else 0.0), count + tokens
     model.train()
-    loss = (total if size == 1 else sum_over_ranks(torch.tensor(total, dtype=torch.float64, device=device)).item()) / n
-    if not math.isfinite(loss):
-        raise FloatingPointError(f"the validation loss is {loss}")
-    return loss
+    total, count = sum_over_ranks(torch.tensor([total, count], dtype=torch.float64, device=device if size > 1 else "cpu")).tolist()
+    if not math.isfinite(total):
+        raise FloatingPointError(f"the validation loss is {total / count}")
+    return total / count
+
+def text_windows(args, T):
+    """
+    --text FILE -> its windows, to be evaluated as a split is, and its number of bytes, words (between white space) and tokens.
+    One end-of-text token and then the text's are cut into windows of T that do not overlap: each token is predicted once, from
+    those before it in its window, the first of a window from the last of the window before.
+    """
+    text, ids = prepare_data.read_text(args.data, args.text)
+    ids, pad = torch.tensor(ids), torch.full((-(len(ids) - 1) % T,), -100)
+    x, y = torch.cat((ids[:-1], 0 * pad)).view(-1, T), torch.cat((ids[1:], pad)).view(-1, T)
+    return (argparse.Namespace(windows=len(x), batch=args.batch_size, take=lambda at: (x[at], y[at])),
+            dict(byte=len(text.encode()), word=len(text.split()), token=len(ids) - 1))
 
 def finish(args, meta, model, device, loss):
     """The last words of a run: what its validation loss means (None: never evaluated), and 200 sampled tokens."""
@@ -195,7 +233,7 @@ def finish(args, meta, model, device, loss):
         terminal = sys.stdout.encoding or "utf-8"
         print(f"--- sample\n{text.encode(terminal, 'replace').decode(terminal)}\n---", flush=True)
     except (ValueError, KeyError) as e:
-        print(f"no sample, the tokenizer fails: {e}")
+        print(f"no sample: {e}")
 
 # ---------------------------------------------------------------- training
 class Interrupt:
@@ -214,6 +252,24 @@ class Interrupt:
     def __exit__(self, *exc):
         for s, handler in self.old.items():
             signal.signal(s, handler)
+
+def build(args, config, state, device, dtype):
+    """The model of a run on its device: with the state if there is one, else from --init_from, else random by --seed."""
+    torch.manual_seed(args.seed)
+    with torch.device("meta" if state else "cpu"):
+        model = pretrained(args.init_from) if args.init_from and not state else GPT(config)
+    if model.config.mode != config.mode:
+        model = convert_to_delta(model, config.route_heads, config.delta_blocks)
+    model.config = config
+    if state:                                               # mapped, not copied: eight processes share the file's pages
+        model.load_state_dict(state, assign=True)
+        model.lm_head.weight = model.embed.weight if config.tie_embeddings else model.lm_head.weight
+    if args.fsdp:                                           # moves and cuts one sublayer after another, the rest last
+        from torch.distributed.fsdp import fully_shard
+        mesh = dist.init_device_mesh(device.type, (world()[1],))
+        for module in (*(f for block in model.blocks for f in (block.attn, block.mlp)), model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    return model.to(device, dtype)
 
 def captured(forward_backward, model, x, y):
     """One microbatch's forward and backward as a CUDA graph, which spares the launches. x, y: any microbatch on the device."""
@@ -239,21 +295,31 @@ def captured(forward_backward, model, x, y):
 def train(args, config, meta, ckpt, device, dtype):
     """Trains one model into args.out, on from ckpt if there is one. Returns the signal that ended it, or 0. Raises FloatingPointError."""
     (rank, size), cuda = world(), device.type == "cuda"
-    torch.manual_seed(args.seed)
-    model = GPT(config).to(device, getattr(torch, args.param_dtype))
-    optimizer = model.configure_optimizer(args.lr, args.weight_decay, decay=args.decay)
-    mixed = dtype.itemsize < model.embed.weight.itemsize
-    autocast = functools.partial(torch.autocast, device.type, dtype, enabled=mixed, cache_enabled=False)
+    text, units = text_windows(args, config.block_size) if args.text else (None, {})
+    model = build(args, config, ckpt and ckpt["model"], device, getattr(torch, args.param_dtype))
+    average = build(args, config, ckpt and ckpt["ema"], device, torch.float32) if args.ema else None
+    optimizer = model.configure_optimizer(args.lr, args.weight_decay, decay=args.decay, route_lr=args.route_lr)
+    models = {"val_loss": model, **({"ema_val_loss": average} if average else {})}
+
+    def autocast(m):
+        return torch.autocast(device.type, dtype, enabled=dtype.itemsize < m.embed.weight.itemsize, cache_enabled=False)
     data = {s: Loader(os.path.join(args.data, s + ".bin"), meta["dtype"], config.block_size, args.batch_size, args.seed,
                       meta["vocab_size"]) for s in ("train", "val")}
     step, per_step = 0, args.batch_size * args.grad_accum * config.block_size
+    floor = 0.1 if args.min_lr is None else args.min_lr / (args.lr or 1.0)
     eval_sequences = args.eval_iters * args.batch_size * args.grad_accum
     if ckpt:                                                # the optimizer's state, not its groups: weight decay is a flag's
-        model.load_state_dict(ckpt["model"])
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": ckpt["optimizer"]["state"]})
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        state = {i: {k: cut(v, params[i]) for k, v in s.items()} for i, s in ckpt["optimizer"]["state"].items()}
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
         step = ckpt["step"]
     if args.eval_only:
-        print(f"{args.name}: validation loss {evaluate(model, data['val'], eval_sequences, device, autocast):.4f} at step {step:,}")
+        for m in models.values():
+            loss = evaluate(m, text or data["val"], text.windows if text else eval_sequences, device, autocast)
+            found = ", ".join(f"{np.exp(np.float64(loss * units['token'] / n)):.6g} a {unit} ({n:,})" for unit, n in units.items())
+            if rank == 0:
+                print(f"{args.name}: {f'perplexity {found}' if text else f'validation loss {loss:.4f}'} at step {step:,}"
+                      + ", of the moving average of the weights" * (m is average))
         return 0
 
     name = torch.cuda.get_device_name(device) if cuda else str(device)
@@ -262,8 +328,8 @@ def train(args, config, meta, ckpt, device, dtype):
     if rank == 0:
         groups = [f"{sum(p.numel() for p in g['params']):,} with decay {g['weight_decay']}" for g in optimizer.param_groups]
         print(f"\n{args.name}: {model.num_params():,} parameters ({', '.join(groups)}), vocabulary {meta['vocab_size']:,} padded to "
-              f"{config.vocab_size:,}\n{size} x {name}, {args.param_dtype} parameters, {str(dtype)[6:]} compute, compile "
-              f"{'on' if args.compile else 'off'}, CUDA graph {'on' if args.cuda_graph else 'off'}, depth reads "
+              f"{config.vocab_size:,}\n{size} x {name}{', sharded' * args.fsdp}, {args.param_dtype} parameters, {str(dtype)[6:]} compute, "
+              f"compile {'on' if args.compile else 'off'}, CUDA graph {'on' if args.cuda_graph else 'off'}, depth reads "
               f"{'fused' if args.fused else 'eager'}\nsteps {step:,} to {args.max_iters:,} of {per_step:,} tokens, "
               f"{data['train'].windows * config.block_size / per_step:,.1f} an epoch -> {args.out}", flush=True)
         os.makedirs(args.out, exist_ok=True)
@@ -274,18 +340,19 @@ def train(args, config, meta, ckpt, device, dtype):
         write_atomic(os.path.join(args.out, "config.json"), json.dumps(dict(
             name=args.name, parameters=model.num_params(), model=asdict(config), args=vars(args), data=meta, processes=size,
             device=name, torch=torch.__version__, commit=git_commit()), indent=1))
-    if args.compile and args.fused:                              # the fused router is no code for the compiler: compile around it
+    if args.compile and (args.fused or args.fsdp):          # fused router and sharding are no code for the compiler: compile around it
         for f in (f for block in model.blocks for f in (block.attn, block.mlp)):
-            f.compile()
+            f.forward = torch.compile(f.forward)
         model.head = torch.compile(model.head)
     elif args.compile:
         model.compile()                                     # in place: no wrapper, so no prefix in the state dict
 
     def forward_backward(x, y):
-        with autocast():
-            loss = model(x, y)[1] / args.grad_accum
-        loss.backward()
-        return loss.detach()
+        with autocast(model):
+            logits, loss = model(x, y)
+        z = args.z_loss and args.z_loss * upcast(logits).logsumexp(-1).square().mean()
+        ((loss + z) / args.grad_accum * (size if args.fsdp else 1)).backward()          # fully_shard takes the mean over ranks
+        return loss.detach() / args.grad_accum
     if args.cuda_graph:
         forward_backward = captured(forward_backward, model, *(z.to(device) for z in data["train"].microbatch(0)))
     if cuda:
@@ -293,16 +360,16 @@ def train(args, config, meta, ckpt, device, dtype):
     first, last, start, shown, stop = step, min(args.max_iters, args.stop_at or args.max_iters), time.time(), 0.0, 0
     with Interrupt() as interrupt, open(log_path if rank == 0 else os.devnull, "a", buffering=1) as log:
         while step < last and not stop:
-            it, t0, lr = step, time.perf_counter(), get_lr(step, args.lr, args.warmup_iters, args.max_iters)
+            it, t0, lr = step, time.perf_counter(), get_lr(step, args.lr, args.warmup_iters, args.max_iters, floor)
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group["lr_scale"]
             seen = torch.zeros(2, device=device)            # loss, signals; to be summed over ranks
             for micro in range(rank, args.grad_accum, size):
                 x, y = data["train"].microbatch(it * args.grad_accum + micro)
                 seen[0] += forward_backward(x.to(device), y.to(device))
             seen[1] = interrupt.signal
             loss, stop = sum_over_ranks(seen).tolist()
-            for p in model.parameters():
+            for p in model.parameters() if not args.fsdp else ():
                 sum_over_ranks(p.grad)                      # not the mean: each loss was divided by the global grad_accum
             try:
                 if not math.isfinite(loss):
@@ -310,20 +377,23 @@ def train(args, config, meta, ckpt, device, dtype):
                 grad_norm = clip_and_check(model, args.grad_clip)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=not args.cuda_graph)            # a graph adds to the same tensors
+                for e, p in zip(average.parameters(), model.parameters()) if average else ():
+                    e.data.lerp_(p.data.to(e.dtype), 1 - args.ema)
                 step, dt = step + 1, time.perf_counter() - t0
                 record = dict(iter=it, loss=loss, lr=lr, grad_norm=grad_norm, tokens=step * per_step, dt=dt,
                               tokens_per_s=per_step / dt, mfu=flops * per_step / dt / size / peak if peak else None,
                               memory_mb=torch.cuda.max_memory_allocated() / 2**20 if cuda else None)
                 if args.eval_interval and (step % args.eval_interval == 0 or step == args.max_iters):
-                    record["val_loss"] = evaluate(model, data["val"], eval_sequences, device, autocast)
+                    record.update({k: evaluate(m, data["val"], eval_sequences, device, autocast) for k, m in models.items()})
                 log.write(json.dumps(record, allow_nan=False) + "\n")
                 if step == last or stop or args.ckpt_interval and step % args.ckpt_interval == 0:
-                    if not all(p.isfinite().all() for p in model.parameters()):
+                    if not all([full(p.isfinite().all()) for p in model.parameters()]):
                         raise FloatingPointError("a parameter is not finite")
+                    state = full({k: z.state_dict() for k, z in (("model", model), ("optimizer", optimizer), ("ema", average)) if z})
                     if rank == 0:
                         flags = {k: v for k, v in vars(args).items() if k not in NOT_KEPT}
-                        write_atomic(ckpt_path, dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step,
-                                                     data=meta, config=asdict(config), args=flags))
+                        write_atomic(ckpt_path, dict(state, step=step, data=meta, config=asdict(config), args=flags))
+                    del state
             except FloatingPointError as e:
                 raise FloatingPointError(f"iteration {it}: {e}") from None
             if rank == 0 and (time.time() - shown > (1 if sys.stdout.isatty() else 10) or step == last or "val_loss" in record):
@@ -349,10 +419,12 @@ def parser():
     g.add_argument("--data", default=DEFAULT_DATA, help="folder made by prepare_data.py; this one is made if missing")
     g.add_argument("--out", default="out", help="folder of the run; with several modes OUT/<mode> each")
     g.add_argument("--mode", default="mhar", help="baseline, hyper, attnres, mhar, delta; mhar:4 sets H; several with commas")
-    g.add_argument("--scale", default="tiny", choices=SCALES, help="model fields and recipe to start from")
+    g.add_argument("--scale", default="tiny", choices=SCALES, help="model fields and recipe to start from, without --init_from")
+    g.add_argument("--init_from", help="start from this pretrained baseline, a Hugging Face folder or a ckpt.pt, with its model fields")
     g.add_argument("--resume", action="store_true", help="continue from OUT/ckpt.pt, with its settings where no flag is given")
     g.add_argument("--overwrite", action="store_true", help="start anew where OUT holds a checkpoint")
-    g.add_argument("--eval_only", action="store_true", help="evaluate OUT/ckpt.pt and leave")
+    g.add_argument("--eval_only", action="store_true", help="evaluate OUT/ckpt.pt, or the --init_from given, and leave")
+    g.add_argument("--text", metavar="FILE", help="with --eval_only: the perplexity of this text file instead of the validation loss")
     g.add_argument("--table", nargs="+", metavar="DIR", help="print the paired table of these runs and leave")
     g = p.add_argument_group("model fields", argument_default=argparse.SUPPRESS)
     for f in fields(GPTConfig):
@@ -368,20 +440,25 @@ def parser():
             ("batch_size", int, "sequences per microbatch"), ("grad_accum", int, "microbatches per step, over all processes"),
             ("max_iters", int, "steps of the schedule"), ("stop_at", 0, "stop at this step, schedule unchanged; 0: never"),
             ("lr", float, "peak rate"), ("warmup_iters", int, "steps of linear warm-up"), ("weight_decay", 0.1, "of AdamW"),
-            ("grad_clip", 1.0, "largest gradient norm; 0: no clipping"), ("seed", 42, "of weights and data order"),
-            ("eval_interval", int, "steps between evaluations; 0: never"), ("eval_iters", 20, "size of an evaluation, in steps' batches"),
-            ("ckpt_interval", 1000, "steps between checkpoints; 0: only at the end")):
+            ("grad_clip", 1.0, "largest gradient norm; 0: no clipping"),
+            ("route_lr", 1.0, "rate of the residual parameters (queries, gains, gates, ...), as a multiple of the others'"),
+            ("z_loss", 0.0, "times the mean square of the logits' log-sum-exp joins the objective, not the loss that is logged"),
+            ("ema", 0.0, "factor of a moving average of the weights, in fp32, saved and evaluated as ema_val_loss; 0: none"),
+            ("seed", 42, "of weights and data order"), ("eval_interval", int, "steps between evaluations; 0: never"),
+            ("eval_iters", 20, "size of an evaluation, in steps' batches"), ("ckpt_interval", 1000, "steps between saves; 0: at the end")):
         if name in RECIPES["tiny"]:
             g.add_argument("--" + name, type=value, help=f"{text} (default: {by_scale(RECIPES, name)})")
         else:
             g.add_argument("--" + name, type=type(value), default=value, help=text)
-    g.add_argument("--decay", default="all", choices=("all", "matrices"), help="what weight decay applies to; all is the paper's")
+    g.add_argument("--min_lr", type=float, default=None, help="final rate; default: a tenth of the peak")
+    g.add_argument("--decay", default="all", choices=("all", "matrices", "projections"), help="what weights decay; see configure_optimizer")
     g = p.add_argument_group("machine")
     g.add_argument("--device", default="auto", help="cpu, cuda or mps; auto: cuda where there is one, else cpu")
     g.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="compute; auto: bfloat16 on cuda")
     g.add_argument("--param_dtype", default="float32", choices=("float32", "bfloat16"), help="parameters and optimizer state")
     g.add_argument("--compile", action="store_true", default=None, help="torch.compile; on by default on cuda alone")
     g.add_argument("--no_compile", dest="compile", action="store_false", default=None)
+    g.add_argument("--fsdp", action="store_true", help="shard parameters, gradients and optimizer over the processes of torchrun")
     g.add_argument("--cuda_graph", action="store_true", help="replay each microbatch as a CUDA graph; off by default")
     g.add_argument("--no_cuda_graph", dest="cuda_graph", action="store_false")
     return p
@@ -391,10 +468,21 @@ def settings(args, spec, out):
     mode, colon, heads = spec.partition(":")
     if colon and not (mode in ("mhar", "delta") and re.fullmatch("[1-9][0-9]*", heads)):
         raise ValueError(f"--mode {spec}: only mhar and delta take a number of heads, as mhar:4")
-    args = argparse.Namespace(**{**RECIPES[args.scale], **vars(args), "mode": spec, "out": out})
+    args = argparse.Namespace(**{**RECIPES["init_from" if args.init_from else args.scale], **vars(args), "mode": spec, "out": out})
     meta = prepare_data.read_meta(args.data)
-    given = {**SCALES[args.scale], "vocab_size": -(-meta["vocab_size"] // 64) * 64, "mode": mode}
-    given.update({f.name: getattr(args, f.name) for f in fields(GPTConfig) if hasattr(args, f.name) and f.name != "mode"})
+    ckpt = None if args.overwrite else load_checkpoint(out)
+    if ckpt and not (args.resume or args.eval_only):
+        raise ValueError(f"{out} holds a checkpoint at step {ckpt['step']}; --resume continues it, --overwrite starts anew")
+    given = {**SCALES[args.scale], "vocab_size": -(-meta["vocab_size"] // 64) * 64}
+    if args.init_from:
+        if not (ckpt or args.eval_only) and os.path.realpath(args.init_from) in map(os.path.realpath, (out, os.path.join(out, "ckpt.pt"))):
+            raise ValueError(f"--init_from {args.init_from} is what this run would replace; take another --out")
+        given = ckpt["config"] if ckpt else asdict(pretrained(args.init_from).config)
+        if mode not in ("baseline", "delta") or not ckpt and given["mode"] != "baseline":
+            raise ValueError(f"--init_from takes a baseline to baseline or delta; {given['mode']} to {mode} starts as another function")
+        if wrong := [f"--{k} {v}" for k, v in vars(args).items() if k in given and k not in RUN_FIELDS and v != given[k]]:
+            raise ValueError(f"{', '.join(wrong)}: the model of --init_from is another; only {', '.join(RUN_FIELDS[1:])} can be set")
+    given = {**given, **{f.name: getattr(args, f.name) for f in fields(GPTConfig) if hasattr(args, f.name)}, "mode": mode}
     config = GPTConfig(**{**given, **({"route_heads": int(heads)} if heads else {})})
     args.name = mode + (f":{config.route_heads}" if mode in ("mhar", "delta") else "")
     for name, value in vars(args).items():
@@ -403,28 +491,27 @@ def settings(args, spec, out):
             raise ValueError(f"--{name} is {value}, expected a number from {low}")
     if args.grad_accum % world()[1]:
         raise ValueError(f"--grad_accum {args.grad_accum} is not a multiple of the {world()[1]} processes")
+    if args.ema >= 1 or args.min_lr is not None and args.min_lr > args.lr:
+        raise ValueError(f"--ema {args.ema} must be below 1, and --min_lr {args.min_lr} not above --lr {args.lr}")
     if args.param_dtype == "bfloat16" and args.dtype == "float32":
         raise ValueError("--dtype float32 needs --param_dtype float32")
     if config.vocab_size < meta["vocab_size"]:
-        raise ValueError(f"--vocab_size {config.vocab_size} is less than the data's {meta['vocab_size']}")
-    for split, needed in (("train", not args.eval_only), ("val", args.eval_interval or args.eval_only)):
+        raise ValueError(f"the model's vocab_size {config.vocab_size} is below the data's {meta['vocab_size']}: tokens without embedding")
+    for split, needed in (("train", not args.eval_only), ("val", (args.eval_interval or args.eval_only) and not args.text)):
         tokens, path = meta[split]["tokens"], os.path.join(args.data, split + ".bin")
         if os.path.getsize(path) != tokens * np.dtype(meta["dtype"]).itemsize:
             raise ValueError(f"{path} has {os.path.getsize(path)} bytes, but meta.json says {tokens} tokens of {meta['dtype']}")
         if needed and tokens < config.block_size + 1:
             raise ValueError(f"the {split} split has {tokens} tokens, and one window needs block_size + 1 = {config.block_size + 1}"
                              + ("; --eval_interval 0 trains without evaluation" if split == "val" else ""))
-    ckpt = None if args.overwrite else load_checkpoint(out)
-    if ckpt and not (args.resume or args.eval_only):
-        raise ValueError(f"{out} holds a checkpoint at step {ckpt['step']}; --resume continues it, --overwrite starts anew")
     if ckpt:
         def identity(args, config, data):                   # what a run is; kernel and checkpointing are only how it is computed
             return {**config, "kernel": None, "grad_checkpoint": None, **{k: args[k] for k in ("seed", "param_dtype", "decay")},
+                    "init_from": args.get("init_from"), "route_lr": args.get("route_lr", 1.0), "ema": bool(args.get("ema")),
                     **{f"{s}.bin sha256": data[s]["sha256"] for s in ("train", "val")},
                     "batch_size x grad_accum": args["batch_size"] * args["grad_accum"]}
         then, now = identity(ckpt["args"], ckpt["config"], ckpt["data"]), identity(vars(args), asdict(config), meta)
-        changed = [f"{k} {then[k]} -> {now[k]}" for k in now if now[k] != then[k]]
-        if changed:
+        if changed := [f"{k} {then[k]} -> {now[k]}" for k in now if now[k] != then[k]]:
             raise ValueError(f"the checkpoint in {out} was made with other settings: {', '.join(changed)}")
         if ckpt["step"] > min(args.max_iters, args.stop_at or args.max_iters):
             raise ValueError(f"{out} is at step {ckpt['step']}, past --max_iters {args.max_iters} or --stop_at {args.stop_at}")
@@ -438,9 +525,12 @@ def main(argv=None):
             return print_table(args.table)
         if args.overwrite and (args.resume or args.eval_only):
             raise ValueError("--overwrite starts anew, it does not go with --resume or --eval_only")
+        if args.text and not args.eval_only or args.fsdp and (args.cuda_graph or "RANK" not in os.environ):
+            raise ValueError("--text needs --eval_only" if args.text else "--fsdp needs torchrun, and goes without --cuda_graph")
+        args.overwrite |= bool(args.eval_only and args.init_from)           # the model named, whatever OUT holds
         several = "," in args.mode
         outs = [os.path.join(args.out, spec.replace(":", "-")) for spec in args.mode.split(",")] if several else [args.out]
-        if args.resume or args.eval_only:                   # settings: a flag over the checkpoint over the recipe
+        if args.resume or args.eval_only and not args.init_from:    # settings: a flag over the checkpoint over the recipe
             ckpts = [c for c in map(load_checkpoint, outs) if c]
             if not ckpts or args.eval_only and len(ckpts) < len(outs):
                 raise ValueError(f"there is no checkpoint ckpt.pt in {' or '.join(outs)}")
@@ -455,7 +545,7 @@ def main(argv=None):
         if args.cuda_graph and kind != "cuda":
             raise ValueError(f"--cuda_graph needs --device cuda, not {kind}")
         if "RANK" in os.environ and not dist.is_initialized():
-            dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+            dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(hours=1))      # a long save
         rank, size = world()
         if kind == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -472,8 +562,7 @@ def main(argv=None):
             args.fused = config.mode not in ("baseline", "hyper") and fused_kernels(config.kernel, device, dtype) is not None
         for args, config, meta, ckpt in runs:
             torch.compiler.reset()
-            stop = train(args, config, meta, ckpt, device, dtype)
-            if stop:
+            if stop := train(args, config, meta, ckpt, device, dtype):
                 sys.exit(128 + stop)
         if several and rank == 0:
             print_table(outs)
