@@ -132,15 +132,13 @@ def route_ref(sources, q, g, H, eps=1e-6):
 
 def fused_kernels(kernel, device, dtype):
     """
-    The one place where the router is chosen: route_kernel for fused reads, None for route_ref. `fused` raises ValueError where it
-    cannot run (it takes a CUDA device, or TRITON_INTERPRET=1); `auto` is eager until the fused path is measured end to end.
+    The one place where the router is chosen: route_kernel for fused reads, None for route_ref. `auto` is fused on a CUDA device that can,
+    else eager; `fused` raises ValueError where it cannot run (it takes a CUDA device, or TRITON_INTERPRET=1).
     """
-    if kernel != "fused":
-        return None
     missing = "Triton cannot be imported" if route_kernel is None else route_kernel.unsupported(device, dtype)
-    if missing:
+    if kernel == "fused" and missing:
         raise ValueError(f"kernel is 'fused', but {missing}; auto or eager runs here")
-    return route_kernel
+    return None if missing or kernel == "eager" or kernel == "auto" and device.type != "cuda" else route_kernel
 
 # ---------------------------------------------------------------- the five residual streams
 # each module holds the parameters of its mode; `stream()` starts the state of one forward

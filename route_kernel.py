@@ -431,18 +431,19 @@ class History:
         self.part, self.m0, self.l0 = new(K, BT, D, dtype=s.dtype), new(K, BT, H), new(K, BT, H)
         self.top = None                                      # the last site whose gradient arrived, once backward has begun
         DH, self.dtype = D // H, s.dtype
-        HP, base, CW = triton.next_power_of_2(H), dict(D=D, H=H, DH=DH, K=K), DH & -DH
-        if CW < 16 or CW == DH:                              # no power of two divides it well, or it is one
-            CW = triton.next_power_of_2(DH) // (1 if DH < 32 or CW < 16 else 2)
+        # tiles as measured on an H200: rows in chunks of about 128 numbers and about 1024 numbers a warp; C columns at a time elsewhere
+        HP, base, P2 = triton.next_power_of_2(H), dict(D=D, H=H, DH=DH, K=K), triton.next_power_of_2(DH)
+        CW = P2 if DH % 16 else max(16, min(DH & -DH, max(128 // HP, P2 // 16)))    # DH & -DH: the largest power of two that divides it
         NC = triton.cdiv(DH, CW)
-        # tiles were measured on one H200; about 16 numbers a thread
         TT = max(1, 1024 // triton.next_power_of_2(HP * CW * NC))
-        self.rows = dict(base, HP=HP, NC=NC, CW=CW, TT=TT, num_warps=min(16, max(1, triton.next_power_of_2(TT * HP * CW * NC // 512))))
-        C = min(128, max(16, triton.next_power_of_2(DH)))    # columns at a time
+        warps = min(16, triton.next_power_of_2(triton.cdiv(TT * HP * CW * NC, 1024)))
+        self.rows = dict(base, HP=HP, NC=NC, CW=CW, TT=TT, num_warps=warps)
+        C = min(128, max(16, P2))
         self.append = dict(base, C=min(C, 64), TT=128, F32=F32, num_warps=4)
         self.query = dict(base, C=min(C, 64), TT=64, F32=F32, num_warps=2)
         self.block_read = dict(base, C=C, F32=F32, num_warps=1)
-        self.push = dict(self.block_read, C=32 if DH % 64 == 32 else C, maxnreg=128 if C < 128 or DH % 64 == 32 else 224)
+        C = 32 if DH % 64 == 32 else C                       # 160 = 5 x 32
+        self.push = dict(base, C=C, F32=F32, num_warps=1, maxnreg=224 if C == 128 else 128, num_stages=4 if C == 32 else 2)
 
     def read(self, s, i):
         """Appends source i and returns the read of site i, [BT, D]."""
@@ -529,3 +530,178 @@ def blocked_router(q, g, H, eps=1e-6):
         out, token = BlockedRead.apply(s, token, w[i:i + K] if i % K == 0 else None, history, i)
         return out
     return step
+
+# ---------------------------------------------------------------- python route_kernel.py: first parity, then what it costs
+def every_read(router, sources, q, g, dos):
+    """All reads of a forward and their backward -> outputs [S, B, T, D], gradients of the sources, of q and of g. router(q, g) -> step."""
+    sources, q, g = [s.detach().requires_grad_() for s in sources], q.detach().requires_grad_(), g.detach().requires_grad_()
+    step = router(q, g)
+    outs = [step(s) for s in sources]
+    torch.autograd.backward(outs, dos)
+    return torch.stack(outs).detach(), torch.stack([s.grad for s in sources]), q.grad, g.grad
+
+def site_by_site(read, H):
+    """A router that calls read(sources, q_i, g_i, H) at each site, as mhar.route_ref."""
+    def router(q, g):
+        sources = []
+
+        def step(s):
+            sources.append(s)
+            return read(sources, q[len(sources) - 1], g[len(sources) - 1], H)
+        return step
+    return router
+
+def half_products(sources, q, g, H, eps=1e-6):
+    """The read as half-precision models write it: norm and products in the sources' dtype, softmax in fp32."""
+    s = torch.stack(tuple(sources))
+    k = torch.nn.functional.rms_norm(s, s.shape[-1:], g, eps).unflatten(-1, (H, -1))
+    a = torch.einsum("nbthd,hd->nbth", k, q.view(H, -1)).float().softmax(0).to(s.dtype)
+    return torch.einsum("nbth,nbthd->bthd", a, s.unflatten(-1, (H, -1))).flatten(-2)
+
+def inputs(S, T, D, H, dtype, device):
+    """Random sources and gradients, S of [1, T, D]; q [S, D] for logits of standard deviation 2, and g."""
+    rng = torch.Generator(device).manual_seed(0)
+    sources, dos, q, g = (torch.randn(*z, generator=rng, device=device) for z in ((S, 1, T, D), (S, 1, T, D), (S, D), (S, D)))
+    return sources.to(dtype).unbind(), (q * 2 * (H / D) ** 0.5).to(dtype), (1 + 0.1 * g).to(dtype), dos.to(dtype).unbind()
+
+def relative(x, y):
+    """|x - y| / |y|; where y is exactly zero so must x be."""
+    return ((x.double() - y).norm() / y.norm()).item() if y.any() else float("inf") if x.any() else 0.0
+
+def parity(case):
+    """
+    (S, T, D, H, dtype, device) -> errors against route_ref in fp64 and their limits, one [output, sources, q, g] a way of reading. Limits:
+    fp32 1e-6 and 5e-6 or twice route_ref's own error; else 1.5 times that of half_products, for route's output of route_ref's.
+    """
+    from mhar import route_ref
+    S, T, D, H, dtype, device = case
+    sources, q, g, dos = inputs(*case)
+    wide = [[t.double() for t in z] if isinstance(z, tuple) else z.double() for z in (sources, q, g, dos)]
+    truth, errors = every_read(site_by_site(route_ref, H), *wide), {}
+    ways = dict(eager=site_by_site(route_ref, H), half=site_by_site(half_products, H), route=site_by_site(route, H),
+                blocked=lambda q, g: blocked_router(q, g, H))
+    for way, router in ways.items():
+        got = every_read(router, sources, q, g, dos)
+        errors[way] = [relative(x, y) for x, y in zip(got, truth)]
+        if way in ("route", "blocked") and not all(map(torch.equal, got, every_read(router, sources, q, g, dos))):
+            errors[way][0] = float("inf")                   # two runs differ
+    if dtype == torch.float32:
+        limits = {w: [max(z, 2 * e) for z, e in zip((1e-6, 5e-6, 5e-6, 5e-6), errors["eager"])] for w in ("route", "blocked")}
+    else:
+        limits = {w: [1.5 * e for e in errors["half"]] for w in ("route", "blocked")}
+        limits["route"][0] = 1.5 * errors["eager"][0]
+    return errors, limits
+
+def check(cases, workers):
+    """Prints parity case by case, only the failures and the worst if there are many. Returns the number of failures."""
+    import concurrent.futures
+    import multiprocessing
+    failed, worst = 0, {}
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:       # compiling takes cores
+        for i, (case, (errors, limits)) in enumerate(zip(cases, pool.map(parity, cases))):
+            S, T, D, H, dtype, _ = case
+            bad = [way for way in limits if not all(e <= z for e, z in zip(errors[way], limits[way]))]
+            failed += bool(bad)
+            for way in errors:
+                worst[dtype, way] = [max(z) for z in zip(errors[way], worst.get((dtype, way), errors[way]))]
+            if bad or len(cases) < 30:
+                print(f"S {S:2} T {T} D {D:5} H {H:2} {str(dtype)[6:]:8} {'FAILED ' + ', '.join(bad) if bad else 'ok':8}", *(
+                    f"{way} {' '.join(f'{e:.1e}' for e in errors[way])}" for way in errors), flush=True)
+            elif i % 50 == 49:
+                print(f"{i + 1}/{len(cases)} cases", flush=True)
+    print(f"\n{len(cases)} cases, {failed} failed. Largest relative errors against fp64: output, sources, q, g")
+    for (dtype, way), e in worst.items():
+        print(f"{str(dtype)[6:]:9} {way:8} {' '.join(f'{z:.1e}' for z in e)}")
+    return failed
+
+def moved(S, BT, D, H):
+    """Bytes that the blocked router must move for bf16 sources, each counted once a kernel, as the header's table."""
+    row, rows = 2 * BT * D, 0
+    for i in range(S):
+        b, k, top = i // K, i % K, (S - 1) // K
+        later = min(S - 1 - b * K, K - 1) - k
+        rows += 2 + (k + 2 + (b > 0)) + (later + 5 + 2 * (b < top))         # append; site read; gather, and its fp32 accumulator
+        if k == 0:                                          # block read; push, with an fp32 accumulator written and read; query
+            rows += (b * K + K) * (b > 0) + b * K * (3 + 2 * (b < top)) + K * (b > 0) + min(b * K + K, S)
+    scores = 4 * BT * H * K * sum(K * (b + 1) for b in range((S - 1) // K + 1))
+    return rows * row + 5 * scores
+
+def milliseconds(f, repeats=10):
+    """Median GPU time of f, replayed as a CUDA graph where it can be captured, and the memory it adds at its peak, in bytes."""
+    f()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    f()
+    peak, run, graph = torch.cuda.max_memory_allocated() - held, f, torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            f()
+        run = graph.replay
+    except RuntimeError:
+        torch.cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[repeats // 2], peak
+
+def cost(only):
+    """Prints GPU time of all reads of a microbatch, forward and backward, at the paper's sizes, beside the machine's two ceilings."""
+    from mhar import route_ref
+    x, m = torch.empty(2, 2**30, dtype=torch.uint8, device="cuda"), torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    copy, matmul = 2 * 2**30 / milliseconds(lambda: x[0].copy_(x[1]))[0] / 1e9, 2 * 8192**3 / milliseconds(lambda: m @ m)[0] / 1e9
+    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}; copy {copy:.2f} TB/s, bf16 matmul "
+          f"{matmul:.0f} TFLOP/s\n{'scale':6}{'H':>3}  {'reads':28}{'ms':>8}{'peak GB':>9}{'GB moved':>10}{'TB/s':>7}", flush=True)
+    for scale, (S, T, D) in {"100m": (25, 16384, 512), "350m": (49, 4096, 1024), "1b": (73, 2048, 1280)}.items():
+        for H in (8, 1, 4, 16):
+            ways = {"ours, blocked": lambda q, g: blocked_router(q, g, H), "ours, site by site": site_by_site(route, H)}      # noqa: B023
+            if H == 8:
+                compiled = torch.compile(lambda s, *args: route_ref(s, *args), dynamic=True)
+                ways["PyTorch, compiled"] = site_by_site(lambda s, *args: compiled(torch.stack(s), *args), H)         # noqa: B023
+                ways["PyTorch, eager"] = site_by_site(route_ref, H)
+            if H == 1:
+                with contextlib.suppress(ImportError):
+                    from fla.ops.attnres import fused_attnres
+                    ways["flash-linear-attention"] = site_by_site(lambda s, q, g, H: fused_attnres(q, s, g), H)
+                with contextlib.suppress(ImportError):
+                    from liger_kernel.ops.attn_res import LigerAttnResFunction
+                    ways["Liger"] = site_by_site(lambda s, q, g, H: LigerAttnResFunction.apply(torch.stack(s), q, g, 1e-6), H)
+            for way, router in ways.items():
+                if only and way not in only or way == "ours, site by site" and H not in (1, 8):
+                    continue
+                args = inputs(S, T, D, H, torch.bfloat16, "cuda")
+                try:
+                    ms, peak = milliseconds(lambda: every_read(router, *args))                      # noqa: B023
+                    gb = moved(S, T, D, H) / 1e9
+                    bytes_ = f"{gb:10.1f}{gb / ms:7.2f}" if way == "ours, blocked" else ""
+                    print(f"{scale:6}{H:3}  {way:28}{ms:8.2f}{peak / 2**30:9.2f}{bytes_}", flush=True)
+                except Exception as e:                      # one package's failure is a row of its own
+                    print(f"{scale:6}{H:3}  {way:28}  {type(e).__name__}: {str(e)[:80]}", flush=True)
+                torch.cuda.empty_cache()
+
+def main():
+    """Parity everywhere, on a CPU in Triton's interpreter and smaller; then, on a GPU, the cost. --blocked: of the blocked router alone."""
+    import os
+    import sys
+    cuda = torch.cuda.is_available()
+    device, dtypes, workers = "cuda" if cuda else "cpu", (torch.float32, torch.bfloat16), min(16, os.cpu_count())
+    if not cuda:
+        os.environ["TRITON_INTERPRET"] = "1"                # for the processes that the pool starts
+        cases = [(S, 2, D, H, torch.float32, device) for D, H in ((64, 4), (33, 3), (160, 1)) for S in (1, 2, 7)]  # its bf16 rounds down
+    else:
+        cases = [(S, 3, H * DH, H, dt, device) for dt in dtypes for H in (1, 2, 4, 8, 16) for DH in (16, 64, 80, 160, 320, 1280)
+                 for S in (1, 2, 7, 25, 73)]
+        cases += [(S, 131, 640, 8, dt, device) for dt in dtypes for S in (16, 17, 32, 33)]
+        cases.sort(key=lambda c: (c[2], c[3]))
+    failed = 0 if "--blocked" in sys.argv else check(cases, workers)
+    if cuda:
+        cost({"ours, blocked"} if "--blocked" in sys.argv else None)
+    sys.exit(f"{failed} cases are over their limits" if failed else 0)
+
+if __name__ == "__main__":
+    main()

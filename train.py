@@ -45,7 +45,7 @@ PEAK_FLOPS = {"H200 NVL": 835e12, "H200": 989e12, "GH200": 989e12, "H100 PCIe": 
               "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12}
 
 DEFAULT_DATA = "data/stdlib"
-NOT_KEPT = "resume overwrite eval_only table stop_at out device compile cuda_graph fused fsdp text".split()  # not kept in checkpoints
+NOT_KEPT = "resume overwrite eval_only bench table stop_at out device compile cuda_graph fused fsdp text".split()  # not kept in checkpoints
 RUN_FIELDS = ("mode", "block_size", "route_heads", "delta_blocks", "kernel", "grad_checkpoint")       # all that --init_from leaves open
 
 def peak_flops(device_name):
@@ -112,13 +112,6 @@ def cut(x, p):
     """x, a piece of the optimizer state of parameter p, sharded as p is."""
     sharded = hasattr(p, "full_tensor") and x.shape == p.shape              # AdamW's step is not
     return dist.tensor.distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None).clone() if sharded else x
-
-def clip_and_check(model, max_norm):
-    """Clips the gradient to max_norm (0: not at all) and returns its norm before. FloatingPointError if that is not finite."""
-    norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)).item()
-    if not math.isfinite(norm):
-        raise FloatingPointError(f"the gradient norm is {norm}")
-    return norm
 
 # ---------------------------------------------------------------- files
 def write_atomic(path, content):
@@ -271,16 +264,23 @@ def build(args, config, state, device, dtype):
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
     return model.to(device, dtype)
 
-def captured(forward_backward, model, x, y):
-    """One microbatch's forward and backward as a CUDA graph, which spares the launches. x, y: any microbatch on the device."""
+def mixed(device, dtype, model):
+    """Autocast to dtype where the parameters are wider."""
+    return torch.autocast(device.type, dtype, enabled=dtype.itemsize < model.embed.weight.itemsize, cache_enabled=False)
+
+def captured(forward_backward, model, batch):
+    """One microbatch's forward and backward as a CUDA graph, which spares the launches; and the bytes that only the graph holds."""
+    x, y = (z.clone() for z in batch)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):                                  # compiles, and makes the gradients that the graph adds to
             forward_backward(x, y)
     torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.empty_cache()                                # the graph has its own memory
+    torch.cuda.reset_peak_memory_stats()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):        # other threads may belong to NCCL
         loss = forward_backward(x, y)
     for p in model.parameters():
         p.grad.zero_()
@@ -290,7 +290,65 @@ def captured(forward_backward, model, x, y):
         y.copy_(batch[1])
         graph.replay()
         return loss
-    return replay
+    return replay, torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+
+def stepper(args, model, optimizer, autocast, batch):
+    """
+    -> step(microbatches, lr), one update, which returns the loss and the gradient's norm before clipping as tensors on the device, waiting
+    for nothing; and the bytes that its CUDA graph holds beside PyTorch's count. batch: any microbatch, on the device.
+    """
+    if args.compile and (args.fused or args.fsdp):          # fused router and sharding are no code for the compiler: compile around it
+        for f in (f for block in model.blocks for f in (block.attn, block.mlp)):
+            f.forward = torch.compile(f.forward)
+        model.head = torch.compile(model.head)
+    elif args.compile:
+        model.compile()                                     # in place: no wrapper, so no prefix in the state dict
+
+    def forward_backward(x, y):
+        with autocast(model):
+            logits, loss = model(x, y)
+        z = args.z_loss and args.z_loss * upcast(logits).logsumexp(-1).square().mean()
+        ((loss + z) / args.grad_accum * (world()[1] if args.fsdp else 1)).backward()    # fully_shard takes the mean over ranks
+        return loss.detach() / args.grad_accum
+    run, held = captured(forward_backward, model, batch) if args.cuda_graph else (forward_backward, 0)
+
+    def step(microbatches, lr):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+        loss = sum(run(*batch).clone() for batch in microbatches)
+        for p in model.parameters() if not args.fsdp else ():
+            sum_over_ranks(p.grad)                          # not the mean: each loss was divided by the global grad_accum
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not args.cuda_graph)                # a graph adds to the same tensors
+        return loss, norm
+    return step, held
+
+def bench(runs, device, dtype, updates=10):
+    """Updates on random tokens, waiting only at the end: what the device can do. Prints a table and writes nothing."""
+    name, first = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device), None
+    peak, wait = peak_flops(name), torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    print(f"{name}, torch {torch.__version__}\n{'run':<14}{'ms/step':>11}{'tokens/s':>11}{'ratio':>8}{'MFU':>8}{'peak MB':>9}{'ratio':>8}")
+    for args, config, *_ in runs:
+        torch.compiler.reset()
+        model = build(args, config, None, device, getattr(torch, args.param_dtype))
+        optimizer = model.configure_optimizer(args.lr, args.weight_decay)
+        batch = torch.randint(config.vocab_size, (2, args.batch_size, config.block_size), device=device)
+        update, held = stepper(args, model, optimizer, functools.partial(mixed, device, dtype), batch)
+        times = []
+        for _ in range(6):                                  # the first round warms up
+            wait()
+            t = time.perf_counter()
+            for _ in range(updates):
+                update([batch] * args.grad_accum, 1e-6)
+            wait()
+            times.append((time.perf_counter() - t) / updates)
+        dt, memory = np.median(times[1:]), (torch.cuda.max_memory_allocated() + held) / 2**20 if device.type == "cuda" else math.nan
+        speed = args.batch_size * args.grad_accum * config.block_size / dt
+        first = first or (speed, memory)
+        print(f"{args.name:<14}{1000 * dt:>11.2f}{speed:>11,.0f}{speed / first[0]:>8.3f}"
+              f"{f'{speed * model.estimate_flops() / peak:.3f}' if peak else 'n/a':>8}{memory:>9,.0f}{memory / first[1]:>8.3f}", flush=True)
+        del model, optimizer, update
 
 def train(args, config, meta, ckpt, device, dtype):
     """Trains one model into args.out, on from ckpt if there is one. Returns the signal that ended it, or 0. Raises FloatingPointError."""
@@ -301,8 +359,7 @@ def train(args, config, meta, ckpt, device, dtype):
     optimizer = model.configure_optimizer(args.lr, args.weight_decay, decay=args.decay, route_lr=args.route_lr)
     models = {"val_loss": model, **({"ema_val_loss": average} if average else {})}
 
-    def autocast(m):
-        return torch.autocast(device.type, dtype, enabled=dtype.itemsize < m.embed.weight.itemsize, cache_enabled=False)
+    autocast = functools.partial(mixed, device, dtype)
     data = {s: Loader(os.path.join(args.data, s + ".bin"), meta["dtype"], config.block_size, args.batch_size, args.seed,
                       meta["vocab_size"]) for s in ("train", "val")}
     step, per_step = 0, args.batch_size * args.grad_accum * config.block_size
@@ -340,49 +397,36 @@ def train(args, config, meta, ckpt, device, dtype):
         write_atomic(os.path.join(args.out, "config.json"), json.dumps(dict(
             name=args.name, parameters=model.num_params(), model=asdict(config), args=vars(args), data=meta, processes=size,
             device=name, torch=torch.__version__, commit=git_commit()), indent=1))
-    if args.compile and (args.fused or args.fsdp):          # fused router and sharding are no code for the compiler: compile around it
-        for f in (f for block in model.blocks for f in (block.attn, block.mlp)):
-            f.forward = torch.compile(f.forward)
-        model.head = torch.compile(model.head)
-    elif args.compile:
-        model.compile()                                     # in place: no wrapper, so no prefix in the state dict
 
-    def forward_backward(x, y):
-        with autocast(model):
-            logits, loss = model(x, y)
-        z = args.z_loss and args.z_loss * upcast(logits).logsumexp(-1).square().mean()
-        ((loss + z) / args.grad_accum * (size if args.fsdp else 1)).backward()          # fully_shard takes the mean over ranks
-        return loss.detach() / args.grad_accum
-    if args.cuda_graph:
-        forward_backward = captured(forward_backward, model, *(z.to(device) for z in data["train"].microbatch(0)))
+    def fetch(i):                                           # the rank's i-th microbatch; pinned, so that the copy waits for nothing
+        x, y = data["train"].microbatch(rank + i * size)
+        return [z.pin_memory().to(device, non_blocking=True) if cuda else z.to(device) for z in (x, y)]
+
+    def microbatches(it):                                   # this rank's part of step `it`; each loads while the one before is computed
+        nonlocal ahead
+        for i in range(it * args.grad_accum // size, (it + 1) * args.grad_accum // size):
+            yield ahead
+            ahead = fetch(i + 1)
+    ahead = fetch(step * args.grad_accum // size)
+    update, held = stepper(args, model, optimizer, autocast, ahead)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     first, last, start, shown, stop = step, min(args.max_iters, args.stop_at or args.max_iters), time.time(), 0.0, 0
     with Interrupt() as interrupt, open(log_path if rank == 0 else os.devnull, "a", buffering=1) as log:
         while step < last and not stop:
             it, t0, lr = step, time.perf_counter(), get_lr(step, args.lr, args.warmup_iters, args.max_iters, floor)
-            for group in optimizer.param_groups:
-                group["lr"] = lr * group["lr_scale"]
-            seen = torch.zeros(2, device=device)            # loss, signals; to be summed over ranks
-            for micro in range(rank, args.grad_accum, size):
-                x, y = data["train"].microbatch(it * args.grad_accum + micro)
-                seen[0] += forward_backward(x.to(device), y.to(device))
-            seen[1] = interrupt.signal
-            loss, stop = sum_over_ranks(seen).tolist()
-            for p in model.parameters() if not args.fsdp else ():
-                sum_over_ranks(p.grad)                      # not the mean: each loss was divided by the global grad_accum
+            loss, norm = update(microbatches(it), lr)
+            seen = sum_over_ranks(torch.stack((loss, torch.full_like(loss, interrupt.signal))))
             try:
-                if not math.isfinite(loss):
-                    raise FloatingPointError(f"the loss is {loss}")
-                grad_norm = clip_and_check(model, args.grad_clip)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=not args.cuda_graph)            # a graph adds to the same tensors
+                (loss, stop), grad_norm = seen.tolist(), full(norm).item()              # the one wait for the device
+                if not math.isfinite(loss + grad_norm):     # the weights may be spoiled by now, but are never saved
+                    raise FloatingPointError(f"the loss is {loss}, the gradient norm {grad_norm}")
                 for e, p in zip(average.parameters(), model.parameters()) if average else ():
                     e.data.lerp_(p.data.to(e.dtype), 1 - args.ema)
                 step, dt = step + 1, time.perf_counter() - t0
                 record = dict(iter=it, loss=loss, lr=lr, grad_norm=grad_norm, tokens=step * per_step, dt=dt,
                               tokens_per_s=per_step / dt, mfu=flops * per_step / dt / size / peak if peak else None,
-                              memory_mb=torch.cuda.max_memory_allocated() / 2**20 if cuda else None)
+                              memory_mb=(torch.cuda.max_memory_allocated() + held) / 2**20 if cuda else None)
                 if args.eval_interval and (step % args.eval_interval == 0 or step == args.max_iters):
                     record.update({k: evaluate(m, data["val"], eval_sequences, device, autocast) for k, m in models.items()})
                 log.write(json.dumps(record, allow_nan=False) + "\n")
@@ -425,6 +469,7 @@ def parser():
     g.add_argument("--overwrite", action="store_true", help="start anew where OUT holds a checkpoint")
     g.add_argument("--eval_only", action="store_true", help="evaluate OUT/ckpt.pt, or the --init_from given, and leave")
     g.add_argument("--text", metavar="FILE", help="with --eval_only: the perplexity of this text file instead of the validation loss")
+    g.add_argument("--bench", action="store_true", help="time updates of these modes on random tokens and leave; nothing is written")
     g.add_argument("--table", nargs="+", metavar="DIR", help="print the paired table of these runs and leave")
     g = p.add_argument_group("model fields", argument_default=argparse.SUPPRESS)
     for f in fields(GPTConfig):
@@ -459,8 +504,8 @@ def parser():
     g.add_argument("--compile", action="store_true", default=None, help="torch.compile; on by default on cuda alone")
     g.add_argument("--no_compile", dest="compile", action="store_false", default=None)
     g.add_argument("--fsdp", action="store_true", help="shard parameters, gradients and optimizer over the processes of torchrun")
-    g.add_argument("--cuda_graph", action="store_true", help="replay each microbatch as a CUDA graph; off by default")
-    g.add_argument("--no_cuda_graph", dest="cuda_graph", action="store_false")
+    g.add_argument("--cuda_graph", action="store_true", default=None, help="replay microbatches as a CUDA graph; on by default on cuda")
+    g.add_argument("--no_cuda_graph", dest="cuda_graph", action="store_false", default=None)
     return p
 
 def settings(args, spec, out):
@@ -527,7 +572,7 @@ def main(argv=None):
             raise ValueError("--overwrite starts anew, it does not go with --resume or --eval_only")
         if args.text and not args.eval_only or args.fsdp and (args.cuda_graph or "RANK" not in os.environ):
             raise ValueError("--text needs --eval_only" if args.text else "--fsdp needs torchrun, and goes without --cuda_graph")
-        args.overwrite |= bool(args.eval_only and args.init_from)           # the model named, whatever OUT holds
+        args.overwrite |= bool(args.eval_only and args.init_from) or args.bench             # whatever OUT holds
         several = "," in args.mode
         outs = [os.path.join(args.out, spec.replace(":", "-")) for spec in args.mode.split(",")] if several else [args.out]
         if args.resume or args.eval_only and not args.init_from:    # settings: a flag over the checkpoint over the recipe
@@ -559,7 +604,10 @@ def main(argv=None):
         dtype = getattr(torch, dtype if args.dtype == "auto" else args.dtype)
         for args, config, *_ in runs:
             args.compile = kind == "cuda" if args.compile is None else args.compile
+            args.cuda_graph = kind == "cuda" and not args.fsdp if args.cuda_graph is None else args.cuda_graph
             args.fused = config.mode not in ("baseline", "hyper") and fused_kernels(config.kernel, device, dtype) is not None
+        if args.bench:
+            return bench(runs, device, dtype)
         for args, config, meta, ckpt in runs:
             torch.compiler.reset()
             if stop := train(args, config, meta, ckpt, device, dtype):
