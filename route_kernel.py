@@ -20,6 +20,24 @@ s_n^2 + eps) and x_nh = r_n w_h . s_n[h] the logits, a = softmax_n(x), the backw
 
 and d(q), d(g) follow from w = q g. With one source D = P, so dx, dq and dg are exactly zero and ds = do. Sums over tokens are
 taken per program and then added up in a fixed order: no atomics, two runs are bitwise equal. All arithmetic is fp32.
+
+All S reads of a forward, by the blocked router. Site by site, read i takes all its i+1 sources from memory: S^2/2 rows forward, twice
+that backward, and a read and write of an fp32 gradient for each. Two facts save most of it:
+
+    queries are parameters   the score of a source at every later site is a matrix product, made once, when the source arrives
+    sites come in blocks     K = 16 of them share one read of the sources before their block; likewise in backward
+                             their gradients reach those sources together, one read and write of the fp32 gradient a block
+
+    forward    append      V[n] = s_n, y = s_n w^T for the sites of its block and of all later ones (r_n follows in the site read)
+               block read  at a block's first site: the K sites' mixes of the older sources, by online softmax
+               site read   that share, plus the sources that arrived inside the block
+    backward   gather      site k: D_h = do_h . out_h instead of the sum (flash-attention's trick), then the whole gradient of the
+    (sites                 source that arrived there: from the block's sites k.. and from what later blocks have pushed
+    last to    push        at a block's first site: from its K sites to the older sources, fp32
+    first)     query       at a block's first site: dw of its K sites
+
+The S^2/2 row reads of a forward become S^2/2K between blocks and S K/2 inside them; `moved` counts the bytes of both directions.
+Rounding in bf16: w is split in two bf16 parts where it scores; D_h comes from the rounded read.
 """
 import contextlib
 import functools
@@ -37,7 +55,7 @@ def inverse_root(x):
     return tl.div_rn(1.0, tl.sqrt_rn(x))
 
 @triton.jit(do_not_specialize=INTS)
-def read_forward(p_s, p_w, p_out, p_x, p_m, p_l, BT, N, eps, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr,
+def read_forward(p_s, p_w, p_out, p_x, p_m, BT, N, eps, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr,
                  TILE: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr):
     """One program reads whole rows of TILE tokens, as heads by columns, both padded to powers of two: [TILE, HP, DP]."""
     o_t = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)                  # [TILE], 64 bits: N BT D passes 2^31
@@ -61,13 +79,12 @@ def read_forward(p_s, p_w, p_out, p_x, p_m, p_l, BT, N, eps, D: tl.constexpr, H:
         l, m = l * scale + p, m_new  # noqa: E741
         acc = acc * scale[:, :, None] + p[:, :, None] * b_s
         row += BT
-    tl.store(p_m + o_t[:, None] * H + o_h[None, :], m, mask=m_th)                    # m and l, not m + log l: rounding that
-    tl.store(p_l + o_t[:, None] * H + o_h[None, :], l, mask=m_th)                    # sum costs digits at large logits
+    tl.store(p_m + o_t[:, None] * H + o_h[None, :], m, mask=m_th)
     out = acc / l[:, :, None]
     tl.store(p_out + o_t[:, None, None] * D + o_d[None], out.to(p_out.dtype.element_ty), mask=mask)
 
 @triton.jit(do_not_specialize=INTS)
-def read_backward(p_s, p_w, p_do, p_x, p_m, p_l, p_ds, p_dw, BT, N, eps, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr,
+def read_backward(p_s, p_w, p_do, p_x, p_m, p_ds, p_dw, BT, N, eps, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr,
                   TILE: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr):
     """Each program walks over every num_programs-th tile of tokens and keeps its share of dw."""
     o_h, o_c = tl.arange(0, HP), tl.arange(0, DP)
@@ -81,15 +98,16 @@ def read_backward(p_s, p_w, p_do, p_x, p_m, p_l, p_ds, p_dw, BT, N, eps, D: tl.c
         mask, m_th = m_t[:, None, None] & m_d[None], m_t[:, None] & (o_h[None, :] < H)
         b_do = tl.load(p_do + o_t[:, None, None] * D + o_d[None], mask=mask, other=0.0).to(tl.float32)  # [TILE, HP, DP]
         m = tl.load(p_m + o_t[:, None] * H + o_h[None, :], mask=m_th, other=0.0)     # [TILE, HP]
-        l = tl.load(p_l + o_t[:, None] * H + o_h[None, :], mask=m_th, other=1.0)  # noqa: E741
-        delta = tl.zeros([TILE, HP], tl.float32)
+        l, delta = tl.zeros([TILE, HP], tl.float32), tl.zeros([TILE, HP], tl.float32)  # noqa: E741
         row = o_t
         for _ in range(N):                                                           # D_h = sum_n a_nh P_nh
             b_s = tl.load(p_s + row[:, None, None] * D + o_d[None], mask=mask, other=0.0).to(tl.float32)
             x = tl.load(p_x + row[:, None] * H + o_h[None, :], mask=m_th, other=0.0)
-            delta += tl.exp(x - m) / l * tl.sum(b_do * b_s, 2)
+            p = tl.exp(x - m)
+            l += p  # noqa: E741                             (again, from the same p as below: at large logits the last digits matter)
+            delta += p * tl.sum(b_do * b_s, 2)
             row += BT
-        row = o_t
+        delta, row = delta / l, o_t
         for _ in range(N):
             b_s = tl.load(p_s + row[:, None, None] * D + o_d[None], mask=mask, other=0.0).to(tl.float32)
             x = tl.load(p_x + row[:, None] * H + o_h[None, :], mask=m_th, other=0.0)
@@ -117,25 +135,25 @@ class Route(torch.autograd.Function):
         s = stacked(sources)
         (N, B, T, _), k = s.shape, tiling(s.size(-1), H)
         out = torch.empty_like(s[0])
-        x, m, l = (torch.empty(n, B, T, H, device=s.device, dtype=torch.float32) for n in (N, 1, 1))  # noqa: E741
+        x, m = (torch.empty(n, B, T, H, device=s.device, dtype=torch.float32) for n in (N, 1))
         if B * T:
             with on(s.device):
-                read_forward[(triton.cdiv(B * T, k["TILE"]),)](s, w, out, x, m, l, B * T, N, eps, **k)
-        ctx.save_for_backward(w, x, m, l, *sources)
+                read_forward[(triton.cdiv(B * T, k["TILE"]),)](s, w, out, x, m, B * T, N, eps, **k)
+        ctx.save_for_backward(w, x, m, *sources)
         ctx.H, ctx.eps = H, eps
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        w, x, m, l, *sources = ctx.saved_tensors  # noqa: E741
+        w, x, m, *sources = ctx.saved_tensors
         s, do = stacked(sources), do.contiguous()
         (N, B, T, D), k = s.shape, tiling(s.size(-1), ctx.H)
         ds, programs = torch.empty_like(s), min(triton.cdiv(B * T, k["TILE"]), 1024)
         dw = torch.zeros(programs, D, device=s.device, dtype=torch.float32)
         if B * T:
             with on(s.device):
-                read_backward[(programs,)](s, w, do, x, m, l, ds, dw, B * T, N, ctx.eps, **k)
+                read_backward[(programs,)](s, w, do, x, m, ds, dw, B * T, N, ctx.eps, **k)
         return dw.sum(0), None, None, *([ds] if sources[0].dim() == 4 else ds.unbind())
 
 def stacked(sources):
@@ -568,7 +586,7 @@ def relative(x, y):
     """|x - y| / |y|; where y is exactly zero so must x be."""
     return ((x.double() - y).norm() / y.norm()).item() if y.any() else float("inf") if x.any() else 0.0
 
-def parity(case):
+def parity(case, checked=("route", "blocked")):
     """
     (S, T, D, H, dtype, device) -> errors against route_ref in fp64 and their limits, one [output, sources, q, g] a way of reading. Limits:
     fp32 1e-6 and 5e-6 or twice route_ref's own error; else 1.5 times that of half_products, for route's output of route_ref's.
@@ -580,16 +598,16 @@ def parity(case):
     truth, errors = every_read(site_by_site(route_ref, H), *wide), {}
     ways = dict(eager=site_by_site(route_ref, H), half=site_by_site(half_products, H), route=site_by_site(route, H),
                 blocked=lambda q, g: blocked_router(q, g, H))
-    for way, router in ways.items():
+    for way, router in ((w, ways[w]) for w in ("eager", "half", *checked)):
         got = every_read(router, sources, q, g, dos)
         errors[way] = [relative(x, y) for x, y in zip(got, truth)]
-        if way in ("route", "blocked") and not all(map(torch.equal, got, every_read(router, sources, q, g, dos))):
+        again = every_read(router, sources, q, g, dos) if way in checked and (device == "cuda" or S * D < 500) else got     # slow on a CPU
+        if not all(map(torch.equal, got, again)):
             errors[way][0] = float("inf")                   # two runs differ
     if dtype == torch.float32:
-        limits = {w: [max(z, 2 * e) for z, e in zip((1e-6, 5e-6, 5e-6, 5e-6), errors["eager"])] for w in ("route", "blocked")}
+        limits = {w: [max(z, 2 * e) for z, e in zip((1e-6, 5e-6, 5e-6, 5e-6), errors["eager"])] for w in checked}
     else:
-        limits = {w: [1.5 * e for e in errors["half"]] for w in ("route", "blocked")}
-        limits["route"][0] = 1.5 * errors["eager"][0]
+        limits = {w: [1.5 * e for e in (errors["eager" if w == "route" else "half"][0], *errors["half"][1:])] for w in checked}
     return errors, limits
 
 def check(cases, workers):
@@ -694,8 +712,8 @@ def main():
         os.environ["TRITON_INTERPRET"] = "1"                # for the processes that the pool starts
         cases = [(S, 2, D, H, torch.float32, device) for D, H in ((64, 4), (33, 3), (160, 1)) for S in (1, 2, 7)]  # its bf16 rounds down
     else:
-        cases = [(S, 3, H * DH, H, dt, device) for dt in dtypes for H in (1, 2, 4, 8, 16) for DH in (16, 64, 80, 160, 320, 1280)
-                 for S in (1, 2, 7, 25, 73)]
+        cases = [(S, 64 if S < 8 else 3, H * DH, H, dt, device) for dt in dtypes for H in (1, 2, 4, 8, 16)
+                 for DH in (16, 64, 80, 160, 320, 1280) for S in (1, 2, 7, 25, 73)]
         cases += [(S, 131, 640, 8, dt, device) for dt in dtypes for S in (16, 17, 32, 33)]
         cases.sort(key=lambda c: (c[2], c[3]))
     failed = 0 if "--blocked" in sys.argv else check(cases, workers)

@@ -300,56 +300,22 @@ def leaves(N, T, D, dtype=torch.float32, seed=0):
     return [(z.to(dtype).to(DEVICE)).requires_grad_() for z in (torch.randn(N, 1, T, D, generator=G), 0.5 * torch.randn(D, generator=G),
                                                                 1 + 0.1 * torch.randn(D, generator=G))]
 
-def read_and_gradients(read, V, q, g, H, aslist=False):
-    V, q, g = (z.detach().clone().requires_grad_() for z in (V, q, g))
-    out = read(list(V) if aslist else V, q, g, H)
-    out.backward(torch.linspace(-1, 1, out.numel(), device=DEVICE).view_as(out).to(out.dtype))
-    return out, V.grad, q.grad, g.grad
-
-def reads_and_gradients(read, S, T, D, H, dtype):
-    """A model of reads alone: S sites, each source a fixed function of the read before it."""
-    G = torch.Generator().manual_seed(0)
-    e, q, g, mix = (torch.randn(*n, generator=G) for n in ((1, T, D), (S, D), (S, D), (S, D)))
-    e, q, g = (z.to(dtype).to(DEVICE).requires_grad_() for z in (e, 0.5 * q, 1 + 0.1 * g))
-    sources, step = [], route_kernel.blocked_router(q, g, H) if read is None else None
-    for i in range(S):
-        sources.append(e if i == 0 else torch.tanh(h.flip(-1) * mix[i].to(dtype).to(DEVICE)))       # noqa: F821
-        h = step(sources[-1]) if step else read(sources, q[i], g[i], H)
-    (h * torch.linspace(-1, 1, h.numel(), device=DEVICE, dtype=dtype).view_as(h)).sum().backward()
-    return h, e.grad, q.grad, g.grad
-
-def errors(got, want):
-    """Relative error of each whole tensor; zeros must be zeros."""
-    return [rel(a, b) if b.any() else float(a.any()) for a, b in zip(got, want)]
+@kernel
+@pytest.mark.parametrize("S, D, H", [(S, D, H) for D, H in ((64, 4), (33, 3), (160, 1), (96, 3), (1280, 8)) for S in (1, 2, 7)] + [(25, 64, 4), (73, 64, 2)])
+def test_kernel_parity(S, D, H):
+    """Every tensor within its limit of fp64, zeros as zeros, two runs equal bit for bit."""
+    found, limits = route_kernel.parity((S, 2 if S < 8 else 1, D, H, torch.float32, DEVICE), ("route", "blocked") if S < 8 else ("blocked",))
+    assert all(e <= z for way in limits for e, z in zip(found[way], limits[way])), (found, limits)
 
 @kernel
-@pytest.mark.parametrize("D, H", [(64, 4), (33, 3), (160, 1), (96, 3), (1280, 8)])
-@pytest.mark.parametrize("N", [1, 2, 7])
-def test_route_parity(N, D, H):
-    V, q, g = leaves(N, 3, D)
-    want = read_and_gradients(route_ref, V.double(), q.double(), g.double(), H)
-    own = errors(read_and_gradients(route_ref, V, q, g, H), want)
-    for aslist in (False, True):
-        got = errors(read_and_gradients(route_kernel.route, V, q, g, H, aslist), want)
-        assert all(e <= max(b, 2 * o) for e, b, o in zip(got, (1e-6, 5e-6, 5e-6, 5e-6), own)), (got, own)
-    low = leaves(N, 3, D, torch.bfloat16)                   # the interpreter truncates to bf16, where a GPU rounds
-    want = read_and_gradients(route_ref, *(z.double() for z in low), H)
-    got, own = (errors(read_and_gradients(read, *low, H), want) for read in (route_kernel.route, route_ref))
-    assert all(e <= max(1e-2, 2.5 * o) for e, o in zip(got, own)), (got, own)
-    assert {z.dtype for z in read_and_gradients(route_kernel.route, *low, H)} == {torch.bfloat16}
-
-@kernel
-@pytest.mark.parametrize("S, T, D, H", [(1, 3, 64, 4), (2, 3, 33, 3), (7, 2, 160, 1), (4, 2, 96, 3), (2, 2, 1280, 8), (25, 2, 64, 4)])
-def test_blocked_router_parity(S, T, D, H):
-    want = reads_and_gradients(route_ref, S, T, D, H, torch.float64)
-    own = errors(reads_and_gradients(route_ref, S, T, D, H, torch.float32), want)
-    got = reads_and_gradients(None, S, T, D, H, torch.float32)
-    assert all(e <= max(b, 2 * o) for e, b, o in zip(errors(got, want), (1e-6, 5e-6, 5e-6, 5e-6), own)), (errors(got, want), own)
-    assert not got[2][0].any() and not got[3][0].any()      # site 0 has one source: exact zeros
-    if S == 7:
-        assert all(torch.equal(a, b) for a, b in zip(got, reads_and_gradients(None, S, T, D, H, torch.float32)))
-        low, ref = (errors(reads_and_gradients(read, S, T, D, H, torch.bfloat16), want) for read in (None, route_ref))
-        assert all(e < 4 * o for e, o in zip(low, ref)), (low, ref)
+@pytest.mark.parametrize("S, D, H", [(7, 64, 4), (7, 33, 3)])
+def test_kernel_parity_in_bf16(S, D, H):
+    found, limits = route_kernel.parity((S, 2, D, H, torch.bfloat16, DEVICE))
+    rounding = 1 if torch.cuda.is_available() else 2.5      # the interpreter truncates to bf16, where a GPU rounds
+    assert all(e <= rounding * z for way in limits for e, z in zip(found[way], limits[way])), (found, limits)
+    blocked = lambda q, g: route_kernel.blocked_router(q, g, H)          # noqa: E731
+    for router in (blocked, route_kernel.site_by_site(route_kernel.route, H)):
+        assert {z.dtype for z in route_kernel.every_read(router, *route_kernel.inputs(2, 2, D, H, torch.bfloat16, DEVICE))} == {torch.bfloat16}
 
 @kernel
 def test_fused_models():
@@ -827,12 +793,17 @@ def argv(data, out, *flags, mode="mhar"):
 
 def run(*args, processes=1, **k):
     """Trains, in this process or by torchrun, and returns the log. Takes what `argv` takes."""
-    if processes == 1:
-        train.main(argv(*args, **k))
-    else:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "train.py", *argv(*args, **k)]
-        subprocess.run(command, cwd=HERE, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    torchrun("train.py", *argv(*args, **k)) if processes == 2 else train.main(argv(*args, **k))
     return train.read_log(args[1])
+
+def torchrun(*command):
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *command], cwd=HERE, check=True,
+                   env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+
+def several(tmp_path, *calls):
+    """Several runs of train.py in one pair of processes, whose start takes longer."""
+    (tmp_path / "two.py").write_text(f"import sys\nsys.path.insert(0, {HERE!r})\nimport train\nfor flags in {calls!r}:\n    train.main(flags)\n")
+    torchrun(str(tmp_path / "two.py"))
 
 def losses(log):
     return [(r["iter"], r["loss"]) for r in log]
@@ -939,8 +910,7 @@ def test_accumulation_and_processes_give_the_same_run(data, tmp_path):
 def test_two_processes_in_every_mode(data, tmp_path):
     """One microbatch a rank: bit for bit what one process does, resumed halfway or not."""
     run(data, tmp_path / "one", "--max_iters", 8, mode=",".join(MODES))
-    for flags in (["--stop_at", 4, "--ckpt_interval", 4], ["--resume"]):
-        run(data, tmp_path / "two", "--max_iters", 8, *flags, mode=",".join(MODES), processes=2)
+    several(tmp_path, *(argv(data, tmp_path / "two", "--max_iters", 8, *flags, mode=",".join(MODES)) for flags in (["--stop_at", 4], ["--resume"])))
     for mode in MODES:
         one, two = (train.read_log(tmp_path / z / mode) for z in ("one", "two"))
         assert losses(two) == losses(one) and len(two) == 8
@@ -1146,10 +1116,7 @@ def test_sharded_training_is_the_same_run(data, tmp_path):
     run(data, tmp_path / "one", *flags, "--stop_at", 10, mode=modes)
     shutil.copytree(tmp_path / "one", tmp_path / "b")
     run(data, tmp_path / "one", *flags, "--resume", mode=modes)
-    calls = [argv(data, tmp_path / "a", *flags, "--fsdp", "--stop_at", 10, mode=modes), argv(data, tmp_path / "b", *flags, "--fsdp", "--resume", mode=modes)]
-    (tmp_path / "two.py").write_text(f"import sys\nsys.path.insert(0, {HERE!r})\nimport train\nfor flags in {calls!r}:\n    train.main(flags)\n")
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(tmp_path / "two.py")], check=True,
-                   env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    several(tmp_path, argv(data, tmp_path / "a", *flags, "--fsdp", "--stop_at", 10, mode=modes), argv(data, tmp_path / "b", *flags, "--fsdp", "--resume", mode=modes))
     run(data, tmp_path / "a", *flags, "--resume", mode=modes)
     for mode in modes.split(","):
         one, a, b = (train.read_log(tmp_path / z / mode) for z in ("one", "a", "b"))
@@ -1425,7 +1392,7 @@ def test_readme_router():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_whole_model_compiles_without_a_break(mode):
-    m, (x, y) = randomised(tiny(mode, n_layer=2)), batch()
+    m, (x, y) = randomised(tiny(mode, n_layer=1 + (mode == "delta"))), batch()
     a = gradients(m, x, y)
     m.compile(backend="aot_eager", fullgraph=True)
     b = gradients(m, x, y)

@@ -297,19 +297,25 @@ def stepper(args, model, optimizer, autocast, batch):
     -> step(microbatches, lr), one update, which returns the loss and the gradient's norm before clipping as tensors on the device, waiting
     for nothing; and the bytes that its CUDA graph holds beside PyTorch's count. batch: any microbatch, on the device.
     """
-    if args.compile and (args.fused or args.fsdp):          # fused router and sharding are no code for the compiler: compile around it
+    head, around = model.head, args.compile and (args.fused or args.fsdp)   # fused router and sharding are no code for the compiler
+
+    def objective(h, targets):                              # in training the logits stay inside: handed out, they would get a gradient
+        logits, loss = head(h, targets)
+        z = model.training and args.z_loss and args.z_loss * upcast(logits).logsumexp(-1).square().mean()
+        return loss.detach(), loss + z
+    compiled = torch.compile(objective) if around else objective
+    model.head = lambda h, targets=None: head(h) if targets is None else compiled(h, targets)
+    if around:
         for f in (f for block in model.blocks for f in (block.attn, block.mlp)):
             f.forward = torch.compile(f.forward)
-        model.head = torch.compile(model.head)
     elif args.compile:
         model.compile()                                     # in place: no wrapper, so no prefix in the state dict
 
     def forward_backward(x, y):
         with autocast(model):
-            logits, loss = model(x, y)
-        z = args.z_loss and args.z_loss * upcast(logits).logsumexp(-1).square().mean()
-        ((loss + z) / args.grad_accum * (world()[1] if args.fsdp else 1)).backward()    # fully_shard takes the mean over ranks
-        return loss.detach() / args.grad_accum
+            loss, full_loss = model(x, y)
+        (full_loss / args.grad_accum * (world()[1] if args.fsdp else 1)).backward()     # fully_shard takes the mean over ranks
+        return loss / args.grad_accum
     run, held = captured(forward_backward, model, batch) if args.cuda_graph else (forward_backward, 0)
 
     def step(microbatches, lr):
