@@ -11,6 +11,7 @@ OUT/log.jsonl has one record per iteration, with val_loss where the model was ev
 checkpoint and OUT/config.json says what was run. Ctrl-C ends the step, saves and leaves; --resume goes on from there exactly.
 """
 import argparse
+import contextlib
 import datetime
 import functools
 import json
@@ -229,21 +230,22 @@ def finish(args, meta, model, device, loss):
         print(f"no sample: {e}")
 
 # ---------------------------------------------------------------- training
-class Interrupt:
-    """SIGINT and SIGTERM leave a note, which the loop reads at the end of the step. Ctrl-C again, 2 s later, acts at once."""
-    def __enter__(self):
-        self.signal = self.time = 0
-        self.old = {s: signal.signal(s, self.note) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
+@contextlib.contextmanager
+def signals():
+    """The numbers of SIGINT and SIGTERM as they come, for the loop to read at the end of a step. Ctrl-C again, 2 s later, acts at once."""
+    got, start = [], time.time()
 
-    def note(self, number, frame):
-        if not self.signal:
-            self.signal, self.time = number, time.time()
-        elif number == signal.SIGINT and time.time() > self.time + 2:
+    def note(number, frame):
+        nonlocal start
+        start = start if got else time.time()
+        got.append(number)
+        if number == signal.SIGINT and time.time() > start + 2:
             raise KeyboardInterrupt
-
-    def __exit__(self, *exc):
-        for s, handler in self.old.items():
+    old = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield got
+    finally:
+        for s, handler in old.items():
             signal.signal(s, handler)
 
 def build(args, config, state, device, dtype):
@@ -330,34 +332,29 @@ def stepper(args, model, optimizer, autocast, batch):
         return loss, norm
     return step, held
 
-def bench(runs, device, dtype, updates=10):
-    """Updates on random tokens, waiting only at the end: what the device can do. Prints a table and writes nothing."""
-    name, first = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device), None
-    peak, wait = peak_flops(name), torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    print(f"{name}, torch {torch.__version__}\n{'run':<14}{'ms/step':>11}{'tokens/s':>11}{'ratio':>8}{'MFU':>8}{'peak MB':>9}{'ratio':>8}")
-    for args, config, *_ in runs:
-        torch.compiler.reset()
-        model = build(args, config, None, device, getattr(torch, args.param_dtype))
-        optimizer = model.configure_optimizer(args.lr, args.weight_decay)
-        batch = torch.randint(config.vocab_size, (2, args.batch_size, config.block_size), device=device)
-        update, held = stepper(args, model, optimizer, functools.partial(mixed, device, dtype), batch)
-        times = []
-        for _ in range(6):                                  # the first round warms up
-            wait()
-            t = time.perf_counter()
-            for _ in range(updates):
-                update([batch] * args.grad_accum, 1e-6)
-            wait()
-            times.append((time.perf_counter() - t) / updates)
-        dt, memory = np.median(times[1:]), (torch.cuda.max_memory_allocated() + held) / 2**20 if device.type == "cuda" else math.nan
-        speed = args.batch_size * args.grad_accum * config.block_size / dt
-        first = first or (speed, memory)
-        print(f"{args.name:<14}{1000 * dt:>11.2f}{speed:>11,.0f}{speed / first[0]:>8.3f}"
-              f"{f'{speed * model.estimate_flops() / peak:.3f}' if peak else 'n/a':>8}{memory:>9,.0f}{memory / first[1]:>8.3f}", flush=True)
-        del model, optimizer, update
+def seconds(update, batches, lr, wait, updates=10):
+    """Median time of an update where nothing is waited for until the end of several: what the device can do."""
+    times = []
+    for _ in range(6):                                      # the first round warms up
+        wait()
+        start = time.perf_counter()
+        for _ in range(updates):
+            update(batches, lr)
+        wait()
+        times.append((time.perf_counter() - start) / updates)
+    return np.median(times[1:])
+
+def print_bench(rows):
+    """rows of (name, tokens/s, MFU or nan, MB or nan)"""
+    print(f"\n{'run':<14}{'tokens/s':>11}{'ratio':>8}{'MFU':>8}{'peak MB':>9}{'ratio':>8}")
+    for name, speed, mfu, memory in rows:
+        print(f"{name:<14}{speed:>11,.0f}{speed / rows[0][1]:>8.3f}{mfu:>8.3f}{memory:>9,.0f}{memory / rows[0][3]:>8.3f}")
 
 def train(args, config, meta, ckpt, device, dtype):
-    """Trains one model into args.out, on from ckpt if there is one. Returns the signal that ended it, or 0. Raises FloatingPointError."""
+    """
+    Trains one model into args.out, on from ckpt if there is one. Returns the signal that ended it, or 0; with --bench what `print_bench`
+    takes. Raises FloatingPointError.
+    """
     (rank, size), cuda = world(), device.type == "cuda"
     text, units = text_windows(args, config.block_size) if args.text else (None, {})
     model = build(args, config, ckpt and ckpt["model"], device, getattr(torch, args.param_dtype))
@@ -395,6 +392,7 @@ def train(args, config, meta, ckpt, device, dtype):
               f"compile {'on' if args.compile else 'off'}, CUDA graph {'on' if args.cuda_graph else 'off'}, depth reads "
               f"{'fused' if args.fused else 'eager'}\nsteps {step:,} to {args.max_iters:,} of {per_step:,} tokens, "
               f"{data['train'].windows * config.block_size / per_step:,.1f} an epoch -> {args.out}", flush=True)
+    if rank == 0 and not args.bench:
         os.makedirs(args.out, exist_ok=True)
         if not step and os.path.exists(ckpt_path):
             os.remove(ckpt_path)                            # --overwrite: the old run must not come back
@@ -404,25 +402,24 @@ def train(args, config, meta, ckpt, device, dtype):
             name=args.name, parameters=model.num_params(), model=asdict(config), args=vars(args), data=meta, processes=size,
             device=name, torch=torch.__version__, commit=git_commit()), indent=1))
 
-    def fetch(i):                                           # the rank's i-th microbatch; pinned, so that the copy waits for nothing
-        x, y = data["train"].microbatch(rank + i * size)
-        return [z.pin_memory().to(device, non_blocking=True) if cuda else z.to(device) for z in (x, y)]
-
-    def microbatches(it):                                   # this rank's part of step `it`; each loads while the one before is computed
-        nonlocal ahead
-        for i in range(it * args.grad_accum // size, (it + 1) * args.grad_accum // size):
-            yield ahead
-            ahead = fetch(i + 1)
-    ahead = fetch(step * args.grad_accum // size)
-    update, held = stepper(args, model, optimizer, autocast, ahead)
+    def load(it):                                           # this rank's microbatches of step `it`; pinned: the copy waits for nothing
+        batches = [data["train"].microbatch(it * args.grad_accum + i) for i in range(rank, args.grad_accum, size)]
+        return [[z.pin_memory().to(device, non_blocking=True) if cuda else z.to(device) for z in batch] for batch in batches]
+    batches = load(step)
+    update, held = stepper(args, model, optimizer, autocast, batches[0])
+    if args.bench:
+        dt = seconds(update, batches, args.lr, torch.cuda.synchronize if cuda else lambda: None)
+        memory = (torch.cuda.max_memory_allocated() + held) / 2**20 if cuda else math.nan
+        return args.name, per_step / dt, flops * per_step / dt / size / (peak or math.nan), memory
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     first, last, start, shown, stop = step, min(args.max_iters, args.stop_at or args.max_iters), time.time(), 0.0, 0
-    with Interrupt() as interrupt, open(log_path if rank == 0 else os.devnull, "a", buffering=1) as log:
+    with signals() as got, open(log_path if rank == 0 else os.devnull, "a", buffering=1) as log:
         while step < last and not stop:
             it, t0, lr = step, time.perf_counter(), get_lr(step, args.lr, args.warmup_iters, args.max_iters, floor)
-            loss, norm = update(microbatches(it), lr)
-            seen = sum_over_ranks(torch.stack((loss, torch.full_like(loss, interrupt.signal))))
+            loss, norm = update(batches, lr)
+            batches = load(it + 1)                          # while the device computes
+            seen = sum_over_ranks(torch.stack((loss, torch.full_like(loss, got[0] if got else 0))))
             try:
                 (loss, stop), grad_norm = seen.tolist(), full(norm).item()              # the one wait for the device
                 if not math.isfinite(loss + grad_norm):     # the weights may be spoiled by now, but are never saved
@@ -452,7 +449,7 @@ def train(args, config, meta, ckpt, device, dtype):
                 mfu = f"{record['mfu']:.1%}" if peak else "n/a"
                 print(f"step {step:,}/{last:,}  loss {loss:.4f}{val_loss}  lr {lr:.1e}  grad norm {grad_norm:.2f}  {per_step / dt:,.0f} "
                       f"tokens/s  MFU {mfu}  {(shown - start) / (step - first) * (last - step):,.0f} s left", flush=True)
-    ended_by = interrupt.signal or (signal.SIGTERM if stop else 0)      # stop alone: another rank's signal
+    ended_by = got[0] if got else signal.SIGTERM if stop else 0             # stop alone: another rank's signal
     if rank == 0 and ended_by:
         print(f"stopped by signal {ended_by}, saved at step {step:,}; --out {args.out} --resume continues", flush=True)
     elif rank == 0 and first < step == args.max_iters:
@@ -507,11 +504,10 @@ def parser():
     g.add_argument("--device", default="auto", help="cpu, cuda or mps; auto: cuda where there is one, else cpu")
     g.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="compute; auto: bfloat16 on cuda")
     g.add_argument("--param_dtype", default="float32", choices=("float32", "bfloat16"), help="parameters and optimizer state")
-    g.add_argument("--compile", action="store_true", default=None, help="torch.compile; on by default on cuda alone")
-    g.add_argument("--no_compile", dest="compile", action="store_false", default=None)
     g.add_argument("--fsdp", action="store_true", help="shard parameters, gradients and optimizer over the processes of torchrun")
-    g.add_argument("--cuda_graph", action="store_true", default=None, help="replay microbatches as a CUDA graph; on by default on cuda")
-    g.add_argument("--no_cuda_graph", dest="cuda_graph", action="store_false", default=None)
+    for name, text in (("compile", "torch.compile"), ("cuda_graph", "replay microbatches as a CUDA graph, without --fsdp")):
+        g.add_argument("--" + name, action="store_true", default=None, help=text + "; on by default on cuda alone")
+        g.add_argument("--no_" + name, dest=name, action="store_false", default=None)
     return p
 
 def settings(args, spec, out):
@@ -612,15 +608,15 @@ def main(argv=None):
             args.compile = kind == "cuda" if args.compile is None else args.compile
             args.cuda_graph = kind == "cuda" and not args.fsdp if args.cuda_graph is None else args.cuda_graph
             args.fused = config.mode not in ("baseline", "hyper") and fused_kernels(config.kernel, device, dtype) is not None
-        if args.bench:
-            return bench(runs, device, dtype)
-        for args, config, meta, ckpt in runs:
+        results = []
+        for run in runs:
             torch.compiler.reset()
-            if stop := train(args, config, meta, ckpt, device, dtype):
-                sys.exit(128 + stop)
-        if several and rank == 0:
-            print_table(outs)
-    except (ValueError, FloatingPointError, OSError) as e:
+            results.append(train(*run, device, dtype))
+            if results[-1] and not args.bench:
+                sys.exit(128 + results[-1])
+        if rank == 0 and (several or args.bench):
+            print_bench(results) if args.bench else print_table(outs)
+    except (ValueError, FloatingPointError, OSError, ImportError) as e:
         sys.exit(f"train.py: {e}")
 
 if __name__ == "__main__":
