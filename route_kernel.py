@@ -474,6 +474,8 @@ class History:
         grid = (triton.cdiv(BT, self.rows["TT"]),)
         site_read_kernel[grid](s, self.v, self.r, self.y, self.part[k], self.m0[k], self.l0[k], out, self.stat[i], BT, block, k, self.eps,
                                **self.rows)
+        if i == self.S - 1:
+            self.part = None                                 # frees it before the loss needs the most memory
         return out
 
     def read_backward(self, do, out, i):
