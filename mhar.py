@@ -187,6 +187,9 @@ class DeltaRouting(nn.Module):
         self.q, self.g, self.null = (nn.Parameter(torch.empty(self.n_site, c.n_embd)) for _ in range(3))
         self.gate = nn.Parameter(torch.empty(self.n_site, 1))
 
+    def graft(self, p, read, gate):
+        return (upcast(p) + gate * upcast(read)).to(p.dtype)
+
     def stream(self, route):
         i, p, p_start, sources = -1, 0, 0, []
         q, g, null, gate = self.q.unbind(), self.g.unbind(), self.null.unbind(), self.gate.unbind()
@@ -199,7 +202,7 @@ class DeltaRouting(nn.Module):
                 sources.append(p - p_start)
                 p_start = p
             read = route([null[i].to(p.dtype).expand_as(p), *sources], q[i], g[i], self.H, self.eps)
-            return (upcast(p) + gate[i] * upcast(read)).to(p.dtype)
+            return self.graft(p, read, gate[i])
         return step
 
 class HyperConnections(nn.Module):

@@ -260,18 +260,22 @@ def block_read_kernel(p_v, p_r, p_y, p_part, p_m, p_l, BT, block, D: tl.constexp
     tl.store(p_m + o, m, mask=first)
     tl.store(p_l + o, l, mask=first)
 
-# A row of every head, in NC chunks of CW columns: tuples of [tt, HP, CW]. So 160 columns take 5 x 32 lanes and not 256.
+# A row of every head, in NC chunks of CW columns: tuples of [tt, HP, CW]. So 160 columns take 10 x 16 lanes and not 256.
 @triton.jit
-def load_row(p, mask, NC: tl.constexpr, CW: tl.constexpr):
+def columns(mask, c, DH: tl.constexpr, CW: tl.constexpr):
+    return mask if DH % CW == 0 else mask & (c * CW + tl.arange(0, CW) < DH)[None, None, :]
+
+@triton.jit
+def load_row(p, mask, DH: tl.constexpr, CW: tl.constexpr):
     v = ()
-    for c in tl.static_range(NC):
-        v = v + (tl.load(p + c * CW, mask=mask, other=0.0),)
+    for c in tl.static_range((DH + CW - 1) // CW):
+        v = v + (tl.load(p + c * CW, mask=columns(mask, c, DH, CW), other=0.0),)
     return v
 
 @triton.jit
-def store_row(p, v, mask, NC: tl.constexpr, CW: tl.constexpr):
-    for c in tl.static_range(NC):
-        tl.store(p + c * CW, v[c].to(p.dtype.element_ty), mask=mask)
+def store_row(p, v, mask, DH: tl.constexpr, CW: tl.constexpr):
+    for c in tl.static_range((DH + CW - 1) // CW):
+        tl.store(p + c * CW, v[c].to(p.dtype.element_ty), mask=columns(mask, c, DH, CW))
 
 @triton.jit
 def inner(u, v, NC: tl.constexpr):
@@ -305,7 +309,7 @@ def site_read_kernel(p_s, p_v, p_r, p_y, p_part, p_m0, p_l0, p_out, p_stat, BT, 
     m_t, m_h, rows, first = o_t < BT, o_h < H, BT.to(tl.int64), block * K
     m_th, mask = m_t[:, None] & m_h[None, :], m_t[:, None, None] & m_h[None, :, None] & (o_c < DH)[None, None, :]
     o, o_th = o_t[:, None, None] * D + o_h[None, :, None] * DH + o_c[None, None, :], o_t[:, None] * H + o_h[None, :]
-    b_s = load_row(p_s + o, mask, NC, CW)                                                                              # NC [TT, HP, CW]
+    b_s = load_row(p_s + o, mask, DH, CW)                                                                              # NC [TT, HP, CW]
     r = inverse_root(tl.sum(inner(b_s, b_s, NC), 1) / D + eps)                                                         # [TT]
     tl.store(p_r + (first + k) * rows + o_t, r, mask=m_t)
     p_yk = scores_of(p_y, block, first, 0, BT, H, K) + o_h[None, :] * rows * K + o_t[:, None] * K + k
@@ -316,18 +320,18 @@ def site_read_kernel(p_s, p_v, p_r, p_y, p_part, p_m0, p_l0, p_out, p_stat, BT, 
         m_new = tl.maximum(m, m0)
         scale, p = tl.exp(m - m_new), tl.exp(m0 - m_new) * l0
         l, m = scale + p, m_new  # noqa: E741
-        acc = add(times(acc, scale, NC), p, load_row(p_part + o, mask, NC, CW), NC)
+        acc = add(times(acc, scale, NC), p, load_row(p_part + o, mask, DH, CW), NC)
     p_vn, p_rn = p_v + first * rows * D + o, p_r + first * rows + o_t
     for _ in range(k):
         x = tl.load(p_yk, mask=m_th, other=0.0) * tl.load(p_rn, mask=m_t, other=0.0)[:, None]
         m_new = tl.maximum(m, x)
         scale, p = tl.exp(m - m_new), tl.exp(x - m_new)
         l, m = l * scale + p, m_new  # noqa: E741
-        acc = add(times(acc, scale, NC), p, load_row(p_vn, mask, NC, CW), NC)
+        acc = add(times(acc, scale, NC), p, load_row(p_vn, mask, DH, CW), NC)
         p_vn += rows * D
         p_yk += rows * H * K
         p_rn += rows
-    store_row(p_out + o, times(acc, 1.0 / l, NC), mask, NC, CW)
+    store_row(p_out + o, times(acc, 1.0 / l, NC), mask, DH, CW)
     p_statk = p_stat + o_t[:, None] * 3 * H + o_h[None, :]
     tl.store(p_statk, m, mask=m_th)
     tl.store(p_statk + H, 1.0 / l, mask=m_th)
@@ -344,9 +348,9 @@ def gather_kernel(p_grad, p_out, p_v, p_r, p_y, p_w, p_do, p_stat, p_acc, p_c, p
     m_t, m_h, rows, n = o_t < BT, o_h < H, BT.to(tl.int64), block * K + k
     m_th, mask = m_t[:, None] & m_h[None, :], m_t[:, None, None] & m_h[None, :, None] & (o_c < DH)[None, None, :]
     o, o_th = o_t[:, None, None] * D + o_h[None, :, None] * DH + o_c[None, None, :], o_t[:, None] * H + o_h[None, :]
-    b_v, b_do = load_row(p_v + n * rows * D + o, mask, NC, CW), load_row(p_grad + o, mask, NC, CW)                     # NC [TT, HP, CW]
-    store_row(p_do + k * rows * D + o, b_do, mask, NC, CW)
-    delta = inner(b_do, load_row(p_out + o, mask, NC, CW), NC)                                                         # [TT, HP]
+    b_v, b_do = load_row(p_v + n * rows * D + o, mask, DH, CW), load_row(p_grad + o, mask, DH, CW)                     # NC [TT, HP, CW]
+    store_row(p_do + k * rows * D + o, b_do, mask, DH, CW)
+    delta = inner(b_do, load_row(p_out + o, mask, DH, CW), NC)                                                         # [TT, HP]
     p_statj = p_stat + k * rows * 3 * H + o_t[:, None] * 3 * H + o_h[None, :]
     tl.store(p_statj + 2 * H, delta, mask=m_th)
     r = tl.load(p_r + n * rows + o_t, mask=m_t, other=0.0)[:, None]
@@ -358,7 +362,7 @@ def gather_kernel(p_grad, p_out, p_v, p_r, p_y, p_w, p_do, p_stat, p_acc, p_c, p
         m, inv = tl.load(p_statj, mask=m_th, other=0.0), tl.load(p_statj + H, mask=m_th, other=0.0)
         p_statj += rows * 3 * H
         p_doj += rows * D
-        delta_next, b_next = tl.load(p_statj + 2 * H, mask=m_th, other=0.0), load_row(p_doj, mask, NC, CW)  # of site j+1, in advance
+        delta_next, b_next = tl.load(p_statj + 2 * H, mask=m_th, other=0.0), load_row(p_doj, mask, DH, CW)  # of site j+1, in advance
         x = tl.load(p_yj, mask=m_th, other=0.0) * r
         a = tl.exp(x - m) * inv
         dx = a * (inner(b_do, b_v, NC) - delta)
@@ -366,15 +370,16 @@ def gather_kernel(p_grad, p_out, p_v, p_r, p_y, p_w, p_do, p_stat, p_acc, p_c, p
         c += dx * x
         dx *= r
         rdx = tl.where((o_k == j)[None, None, :], dx[:, :, None], rdx)       # stored later: in here a store costs a barrier
-        ds = add(add(ds, a, b_do, NC), dx, load_row(p_wj, mask, NC, CW), NC)
+        ds = add(add(ds, a, b_do, NC), dx, load_row(p_wj, mask, DH, CW), NC)
         b_do, delta = b_next, delta_next
         p_yj += 1
         p_wj += D
+    tl.debug_barrier()                                       # warps that hold the same scores have all read them
     tl.store(p_yn[:, :, None] + o_k[None, None, :], rdx, mask=m_th[:, :, None] & ((o_k >= k) & (o_k < k_end))[None, None, :])
     if PUSHED:
-        ds = add(load_row(p_acc + n * rows * D + o, mask, NC, CW), zero + 1.0, ds, NC)
+        ds = add(load_row(p_acc + n * rows * D + o, mask, DH, CW), zero + 1.0, ds, NC)
         c += tl.load(p_c + n * rows * H + o_th, mask=m_th, other=0.0)
-    store_row(p_ds + o, add(ds, zero - tl.sum(c, 1)[:, None] * r * r / D, b_v, NC), mask, NC, CW)
+    store_row(p_ds + o, add(ds, zero - tl.sum(c, 1)[:, None] * r * r / D, b_v, NC), mask, DH, CW)
 
 @triton.jit(do_not_specialize=INTS)
 def push_kernel(p_v, p_r, p_y, p_w, p_do, p_stat, p_acc, p_c, BT, block, k_end, D: tl.constexpr, H: tl.constexpr,
@@ -451,11 +456,11 @@ class History:
         DH, self.dtype = D // H, s.dtype
         # tiles as measured on an H200: rows in chunks of about 128 numbers and about 1024 numbers a warp; C columns at a time elsewhere
         HP, base, P2 = triton.next_power_of_2(H), dict(D=D, H=H, DH=DH, K=K), triton.next_power_of_2(DH)
-        CW = P2 if DH % 16 else max(16, min(DH & -DH, max(128 // HP, P2 // 16)))    # DH & -DH: the largest power of two that divides it
+        CW = max(16, P2 // 16, min(P2, 128 // HP))
         NC = triton.cdiv(DH, CW)
         TT = max(1, 1024 // triton.next_power_of_2(HP * CW * NC))
-        warps = min(16, triton.next_power_of_2(triton.cdiv(TT * HP * CW * NC, 1024)))
-        self.rows = dict(base, HP=HP, NC=NC, CW=CW, TT=TT, num_warps=warps)
+        warps = min(16, TT * HP * CW // 32, triton.next_power_of_2(triton.cdiv(TT * HP * CW * NC, 1024)))
+        self.rows = dict(base, HP=HP, NC=NC, CW=CW, TT=TT, num_warps=max(1, warps))
         C = min(128, max(16, P2))
         self.append = dict(base, C=min(C, 64), TT=128, F32=F32, num_warps=4)
         self.query = dict(base, C=min(C, 64), TT=64, F32=F32, num_warps=2)
@@ -496,6 +501,8 @@ class History:
             dw = new(min(tiles, max(1, 384 // (H * chunks))), K, D)
             query_kernel[len(dw), H, chunks](self.v, self.y, dw, BT, block, self.top, **self.query)
             dw = dw.sum(0)[:min(K, self.S - block * K)]
+        if i == 0:                                           # done, though the loss may keep the graph
+            self.v = self.r = self.y = self.stat = self.m0 = self.l0 = self.acc = self.c = self.do = self.w = self.low = None
         return ds, dw
 
 class BlockedRead(torch.autograd.Function):
@@ -532,22 +539,23 @@ def blocked_router(q, g, H, eps=1e-6):
     """
     if q.dim() != 2 or q.shape != g.shape or H < 1 or q.size(1) % H:
         raise ValueError(f"q and g must be [sites, D] with D a multiple of H = {H}; got {tuple(q.shape)} and {tuple(g.shape)}")
-    w, history, token, i = q.float() * g.float(), None, None, -1
+    if q.device != g.device:
+        raise ValueError(f"q and g must be on one device, got {q.device} and {g.device}")
+    w, history, token, i, tracked = q.float() * g.float(), None, None, 0, torch.is_grad_enabled()
 
     @torch.compiler.disable
     def step(s):
         nonlocal history, token, i
-        i += 1
         if reason := unsupported(s.device, s.dtype):
             raise ValueError(f"the router cannot run here: {reason}; mhar.route_ref can")
-        if i >= len(q) or s.size(-1) != q.size(1) or s.device != q.device or history and s.shape[:-1] != history.shape:
-            raise ValueError(f"source {i} is {tuple(s.shape)} on {s.device}, expected at most {len(q)} of equal shape [B, T, {q.size(1)}] "
-                             f"on {q.device}")
+        want = (*(history.shape if history else s.shape[:-1]), q.size(1)), q.device, history.dtype if history else s.dtype
+        if i == len(q) or (s.shape, s.device, s.dtype) != want:
+            raise ValueError(f"this router has {len(q)} reads, and source {i} is {tuple(s.shape)}, {s.device}, {s.dtype}; expected {want}")
+        if torch.is_grad_enabled() != tracked:
+            raise RuntimeError(f"read {i} runs with{'out' * tracked} gradient, the router was made with{'out' * (not tracked)}")
         history = history or History(s, w, H, eps)
-        history.tracked = torch.is_grad_enabled() if i % K == 0 else history.tracked
-        if torch.is_grad_enabled() and not history.tracked:
-            raise RuntimeError(f"read {i - i % K} ran under no_grad, so that q and g would lose gradient; use requires_grad_(False)")
         out, token = BlockedRead.apply(s, token, w[i:i + K] if i % K == 0 else None, history, i)
+        i += 1
         return out
     return step
 
@@ -717,6 +725,7 @@ def main():
         cases = [(S, 64 if S < 8 else 3, H * DH, H, dt, device) for dt in dtypes for H in (1, 2, 4, 8, 16)
                  for DH in (16, 64, 80, 160, 320, 1280) for S in (1, 2, 7, 25, 73)]
         cases += [(S, 131, 640, 8, dt, device) for dt in dtypes for S in (16, 17, 32, 33)]
+        cases += [(18, 64, D, H, dt, device) for dt in dtypes for D, H in ((1056, 1), (1056, 2), (2880, 4), (1536, 16))]
         cases.sort(key=lambda c: (c[2], c[3]))
     failed = 0 if "--blocked" in sys.argv else check(cases, workers)
     if cuda:

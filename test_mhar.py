@@ -334,7 +334,7 @@ def test_fused_models():
     assert all(rel(both[n], one[n] + two[n]) < 1e-5 for n in both)
 
 @kernel
-def test_fused_backward_from_the_middle_frozen_parts_and_twice():
+def test_fused_backward_from_the_middle_frozen_parts_and_twice(monkeypatch):
     x, y = (z.to(DEVICE) for z in batch(1, 3))
     got = []
     for kernel in ("eager", "fused"):
@@ -349,8 +349,12 @@ def test_fused_backward_from_the_middle_frozen_parts_and_twice():
         m(x, y)[1].backward()
         got.append([*grads, *(p.grad for p in m.parameters() if p.grad is not None)])
     assert len(got[0]) == len(got[1]) and all(rel(b, a) < 1e-5 for a, b in zip(*got))
+    made, real = [], route_kernel.History
+    monkeypatch.setattr(route_kernel, "History", lambda *args: made.append(real(*args)) or made[-1])
     loss = m(x, y)[1]
+    assert made[0].v is not None
     loss.backward(retain_graph=True)
+    assert not any(torch.is_tensor(z) and z.numel() for z in vars(made[0]).values())        # freed, though the loss keeps the graph
     with pytest.raises(RuntimeError, match="already gone through"):
         loss.backward()
 
@@ -385,16 +389,24 @@ def test_route_edges():
     with pytest.raises(RuntimeError, match="once_differentiable"):
         torch.autograd.grad(out.square().sum(), v, create_graph=True)[0].square().sum().backward()
     Q, G = (torch.randn(3, 8, device=DEVICE, requires_grad=True) for _ in range(2))
-    for H, shapes, words in ((3, [], "H = 3"), (2, [(1, 2, 8), (1, 2, 7)], "source 1 is .1, 2, 7."), (2, [(1, 2, 8), (1, 3, 8)], "1, 3, 8"),
-                             (2, [(1, 2, 8)] * 4, "at most 3")):
+    x = torch.randn(1, 2, 8, device=DEVICE)
+    for H, sources, words in ((3, [], "H = 3"), (2, [x, x[..., :7]], "source 1 is .1, 2, 7."), (2, [x, x.repeat(1, 2, 1)], "1, 4, 8.*1, 2, 8"),
+                              (2, [x, x.bfloat16()], "bfloat16.*float32"), (2, [x] * 4, "has 3 reads")):
         with pytest.raises(ValueError, match=words):
             step = route_kernel.blocked_router(Q, G, H)
-            [step(torch.randn(*shape, device=DEVICE)) for shape in shapes]
+            [step(z) for z in sources]
     step = route_kernel.blocked_router(Q, G, 2)
+    first = step(x)
+    for bad in (x.bfloat16(), x[:, :1]):                    # refused, and the router goes on as if it had not been asked
+        with pytest.raises(ValueError):
+            step(bad)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="read 1 runs without gradient"):
+        step(x)
+    assert torch.equal(first, x) and rel(step(x + 1), route_ref([x, x + 1], Q[1], G[1], 2)) < 1e-6
     with torch.no_grad():
-        step(torch.randn(1, 2, 8, device=DEVICE))
-    with pytest.raises(RuntimeError, match="read 0 ran under no_grad"):
-        step(torch.randn(1, 2, 8, device=DEVICE))
+        step = route_kernel.blocked_router(Q, G, 2)
+    with pytest.raises(RuntimeError, match="read 0 runs with gradient, the router was made without"):
+        step(x)
     for args, words in (((V, q, g, 5), "5 .* 32"), ((V, q[:8], g, 4), "32"), ((V.double(), q, g, 4), "float64"), (([], q, g, 4), "at least one")):
         with pytest.raises(ValueError, match=words):
             route_kernel.route(*args)

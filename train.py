@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 import prepare_data
-from mhar import GPT, SCALES, GPTConfig, convert_to_delta, fused_kernels, upcast
+from mhar import GPT, SCALES, DeltaRouting, GPTConfig, convert_to_delta, fused_kernels, upcast
 
 # what --scale means besides the model: the paper's recipe (section 4), and a short one for a CPU; --init_from has one of its own
 PAPER = dict(max_iters=20000, lr=5e-4, warmup_iters=1000, eval_interval=500)
@@ -310,6 +310,8 @@ def stepper(args, model, optimizer, autocast, batch):
     if around:
         for f in (f for block in model.blocks for f in (block.attn, block.mlp)):
             f.forward = torch.compile(f.forward)
+        if isinstance(model.residual, DeltaRouting):
+            model.residual.graft = torch.compile(model.residual.graft)      # else it keeps an fp32 copy of each read
     elif args.compile:
         model.compile()                                     # in place: no wrapper, so no prefix in the state dict
 
