@@ -74,8 +74,11 @@ class GPTConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {accepted}")
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "d_ff", "route_heads",
                      "delta_blocks", "hc_streams"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected a positive integer")
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected a positive integer")
+        for name in ("norm_eps", "rope_theta"):
+            if not isinstance(getattr(self, name), (int, float)) or not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected a positive number")
         for name, divisor, matters in (("n_head", "n_kv_head", True), ("n_embd", "n_head", self.head_dim is None),
                                        ("n_embd", "route_heads", self.mode in ("mhar", "delta"))):
             if matters and getattr(self, name) % getattr(self, divisor):
@@ -460,12 +463,12 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(cls, path, dtype=None, device="cpu", **overrides):
         """
-        A baseline from a Hugging Face directory (safetensors) of a Llama (1 to 3) or a Qwen3 dense model. dtype None: as in the files;
+        A baseline from a Hugging Face directory (safetensors) of a Llama (1 to 3) or a Qwen3 dense model. dtype None: the files', or fp32;
         overrides: GPTConfig fields, such as block_size. Host memory peaks at the model and its largest tensor. FileNotFoundError names
         a file; ValueError a field this model lacks, a weight missing, unused or of another shape (before it loads any), an untied head.
         """
         from safetensors import SafetensorError, safe_open
-        path, name, found = Path(path), "config.json", {}
+        path, name, found, kinds = Path(path), "config.json", {}, set()
         try:
             hf = json.loads((path / name).read_text("utf-8"), object_pairs_hook=lambda z: {k: v for k, v in z if v is not None})
             config, name = config_from_hf(hf, overrides), "model.safetensors.index.json"
@@ -473,6 +476,9 @@ class GPT(nn.Module):
             for name in sorted({*index.values()}) or ["model.safetensors"]:
                 with safe_open(path / name, "pt") as f:
                     found |= {n: (path / name, tuple(f.get_slice(n).get_shape())) for n in f.keys() if index.get(n, name) == name}
+                    kinds |= {f.get_slice(n).get_dtype() for n in f.keys()}
+            if not kinds <= {"F32", "BF16", "F16"}:
+                raise ValueError(f"weights are {', '.join(sorted(kinds))}, expected F32, BF16 or F16")
         except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as e:
             raise ValueError(f"{path / name}: {'no ' if isinstance(e, KeyError) else ''}{e}") from None
         with torch.device("meta"):
@@ -482,6 +488,7 @@ class GPT(nn.Module):
         if wrong := [f"{n} is {got.get(n, 'missing')}, expected {tuple(want[n].shape) if n in want else 'no such weight'}"
                      for n in want | got if n not in want or want[n].shape != got.get(n)]:
             raise ValueError(f"{path}: {'; '.join(wrong[:4])}{f'; {len(wrong) - 4} more' if wrong[4:] else ''}")
+        dtype = torch.float32 if dtype is None and len(kinds) > 1 else dtype
         for n, p in want.items():                           # a file opened once for all would hold in memory what was read of it
             new = nn.Parameter(safe_open(found[n][0], "pt").get_tensor(n).to(device=device, dtype=dtype, copy=True))
             if not p.is_meta and not torch.equal(p, new):

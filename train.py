@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import datetime
 import functools
+import gc
 import json
 import math
 import os
@@ -23,7 +24,9 @@ import signal
 import subprocess
 import sys
 import time
+import timeit
 from dataclasses import MISSING, asdict, fields
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -117,16 +120,15 @@ def cut(x, p):
 # ---------------------------------------------------------------- files
 def write_atomic(path, content):
     """Writes text, or anything else by torch.save, beside the file and renames: a failure leaves the old file."""
-    tmp = path + ".tmp"
+    tmp = Path(path + ".tmp")
     try:
         with open(tmp, "w" if isinstance(content, str) else "wb") as f:
             f.write(content) if isinstance(content, str) else torch.save(content, f)
-        os.replace(tmp, path)
-    except RuntimeError as e:                               # how torch.save reports a full disk
+        tmp.replace(path)
+    except (OSError, RuntimeError) as e:                    # torch.save reports a full disk by either
         raise OSError(f"{path} could not be written: {e.__context__ or e}") from e
     finally:
-        if os.path.exists(tmp):
-            os.remove(tmp)
+        tmp.unlink(missing_ok=True)
 
 def load_checkpoint(out):
     """OUT/ckpt.pt, mapped rather than read, or None if there is none. Holds only tensors and plain values. Raises ValueError."""
@@ -139,26 +141,21 @@ def load_checkpoint(out):
 
 def read_log(out):
     """The records of OUT/log.jsonl; a last line that was cut off is left out."""
-    path, records = os.path.join(out, "log.jsonl"), []
-    if os.path.exists(path):
-        with open(path) as f:
-            try:
-                records.extend(json.loads(line) for line in f if line.endswith("\n"))
-            except ValueError as e:
-                raise ValueError(f"{path}:{len(records) + 1} is not JSON ({e})") from None
+    path, records = Path(out, "log.jsonl"), []
+    try:
+        records.extend(json.loads(line) for line in (path.read_text().splitlines(True) if path.exists() else ()) if line.endswith("\n"))
+    except ValueError as e:
+        raise ValueError(f"{path}:{len(records) + 1} is not JSON ({e})") from None
     return records
 
-def pretrained(path):
-    """The model in a Hugging Face folder, a ckpt.pt or the folder of one, on the CPU; of a ckpt.pt the weight average if it has one."""
+def pretrained(path, device="cpu"):
+    """The model in a Hugging Face folder, a ckpt.pt or the folder of one, on cpu or meta; of a ckpt.pt the weight average if it has one."""
     ckpt = load_checkpoint(path)
-    model = GPT(GPTConfig(**ckpt["config"])) if ckpt else GPT.from_pretrained(path)
-    if ckpt:
+    with torch.device(device):
+        model = GPT(GPTConfig(**ckpt["config"])) if ckpt else GPT.from_pretrained(path, device=device)
+    if ckpt and device != "meta":
         model.load_state_dict(ckpt.get("ema", ckpt["model"]))
     return model
-
-def git_commit():
-    git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "HEAD"]
-    return shutil.which("git") and subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
 
 def print_table(outs):
     """The paired table from logs. val loss: mean of the evaluations at steps >= 0.75 max_iters; delta: against the first row."""
@@ -166,9 +163,8 @@ def print_table(outs):
     base, pairs = None, set()
     for out in outs:
         try:
-            with open(os.path.join(out, "config.json")) as f:
-                config = json.load(f)
-            log, args = read_log(out), config["args"]
+            config, log = json.loads(Path(out, "config.json").read_text()), read_log(out)
+            args = config["args"]
             loss = np.mean([r["val_loss"] for r in log if "val_loss" in r and r["iter"] + 1 >= 0.75 * args["max_iters"]] or [math.nan])
             speed = np.median([r["tokens_per_s"] for r in log[len(log) // 10:]] or [math.nan])      # past compilation
             memory = max([r["memory_mb"] or 0 for r in log] or [0])
@@ -233,13 +229,11 @@ def finish(args, meta, model, device, loss):
 @contextlib.contextmanager
 def signals():
     """The numbers of SIGINT and SIGTERM as they come, for the loop to read at the end of a step. Ctrl-C again, 2 s later, acts at once."""
-    got, start = [], time.time()
-
+    got, times = [], []
     def note(number, frame):
-        nonlocal start
-        start = start if got else time.time()
         got.append(number)
-        if number == signal.SIGINT and time.time() > start + 2:
+        times.append(time.time())
+        if number == signal.SIGINT and times[-1] > times[0] + 2:
             raise KeyboardInterrupt
     old = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -266,10 +260,6 @@ def build(args, config, state, device, dtype):
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
     return model.to(device, dtype)
 
-def mixed(device, dtype, model):
-    """Autocast to dtype where the parameters are wider."""
-    return torch.autocast(device.type, dtype, enabled=dtype.itemsize < model.embed.weight.itemsize, cache_enabled=False)
-
 def captured(forward_backward, model, batch):
     """One microbatch's forward and backward as a CUDA graph, which spares the launches; and the bytes that only the graph holds."""
     x, y = (z.clone() for z in batch)
@@ -284,9 +274,7 @@ def captured(forward_backward, model, batch):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):        # other threads may belong to NCCL
         loss = forward_backward(x, y)
-    for p in model.parameters():
-        p.grad.zero_()
-
+    model.zero_grad(set_to_none=False)
     def replay(*batch):
         x.copy_(batch[0])
         y.copy_(batch[1])
@@ -300,7 +288,6 @@ def stepper(args, model, optimizer, autocast, batch):
     for nothing; and the bytes that its CUDA graph holds beside PyTorch's count. batch: any microbatch, on the device.
     """
     head, around = model.head, args.compile and (args.fused or args.fsdp)   # fused router and sharding are no code for the compiler
-
     def objective(h, targets):                              # in training the logits stay inside: handed out, they would get a gradient
         logits, loss = head(h, targets)
         z = model.training and args.z_loss and args.z_loss * upcast(logits).logsumexp(-1).square().mean()
@@ -335,16 +322,8 @@ def stepper(args, model, optimizer, autocast, batch):
     return step, held
 
 def seconds(update, batches, lr, wait, updates=10):
-    """Median time of an update where nothing is waited for until the end of several: what the device can do."""
-    times = []
-    for _ in range(6):                                      # the first round warms up
-        wait()
-        start = time.perf_counter()
-        for _ in range(updates):
-            update(batches, lr)
-        wait()
-        times.append((time.perf_counter() - start) / updates)
-    return np.median(times[1:])
+    """Median time of an update, after a round to warm up, where several run before anything is waited for: what the device can do."""
+    return np.median(timeit.repeat(lambda: ([update(batches, lr) for _ in range(updates)], wait()), wait, repeat=6, number=1)[1:]) / updates
 
 def print_bench(rows):
     """rows of (name, tokens/s, MFU or nan, MB or nan)"""
@@ -353,18 +332,17 @@ def print_bench(rows):
         print(f"{name:<14}{speed:>11,.0f}{speed / rows[0][1]:>8.3f}{mfu:>8.3f}{memory:>9,.0f}{memory / rows[0][3]:>8.3f}")
 
 def train(args, config, meta, ckpt, device, dtype):
-    """
-    Trains one model into args.out, on from ckpt if there is one. Returns the signal that ended it, or 0; with --bench what `print_bench`
-    takes. Raises FloatingPointError.
-    """
+    """Trains one model into args.out, on from ckpt if any; --bench: a row of `print_bench`. FloatingPointError; at a signal SystemExit."""
+    torch.compiler.reset()
+    gc.collect()                                            # the model of the run before is a cycle
     (rank, size), cuda = world(), device.type == "cuda"
     text, units = text_windows(args, config.block_size) if args.text else (None, {})
     model = build(args, config, ckpt and ckpt["model"], device, getattr(torch, args.param_dtype))
     average = build(args, config, ckpt and ckpt["ema"], device, torch.float32) if args.ema else None
     optimizer = model.configure_optimizer(args.lr, args.weight_decay, decay=args.decay, route_lr=args.route_lr)
     models = {"val_loss": model, **({"ema_val_loss": average} if average else {})}
-
-    autocast = functools.partial(mixed, device, dtype)
+    def autocast(m):                                        # to dtype where the parameters are wider
+        return torch.autocast(device.type, dtype, enabled=dtype.itemsize < m.embed.weight.itemsize, cache_enabled=False)
     data = {s: Loader(os.path.join(args.data, s + ".bin"), meta["dtype"], config.block_size, args.batch_size, args.seed,
                       meta["vocab_size"]) for s in ("train", "val")}
     step, per_step = 0, args.batch_size * args.grad_accum * config.block_size
@@ -382,8 +360,7 @@ def train(args, config, meta, ckpt, device, dtype):
             if rank == 0:
                 print(f"{args.name}: {f'perplexity {found}' if text else f'validation loss {loss:.4f}'} at step {step:,}"
                       + ", of the moving average of the weights" * (m is average))
-        return 0
-
+        return
     name = torch.cuda.get_device_name(device) if cuda else str(device)
     flops, peak = model.estimate_flops(), peak_flops(name)
     log_path, ckpt_path = os.path.join(args.out, "log.jsonl"), os.path.join(args.out, "ckpt.pt")
@@ -400,9 +377,10 @@ def train(args, config, meta, ckpt, device, dtype):
             os.remove(ckpt_path)                            # --overwrite: the old run must not come back
         kept = [r for r in read_log(args.out) if r["iter"] < step] if step else []          # back to the checkpoint's step
         write_atomic(log_path, "".join(json.dumps(r) + "\n" for r in kept))
+        git = shutil.which("git") and ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "HEAD"]
         write_atomic(os.path.join(args.out, "config.json"), json.dumps(dict(
-            name=args.name, parameters=model.num_params(), model=asdict(config), args=vars(args), data=meta, processes=size,
-            device=name, torch=torch.__version__, commit=git_commit()), indent=1))
+            name=args.name, parameters=model.num_params(), model=asdict(config), args=vars(args), data=meta, processes=size, device=name,
+            torch=torch.__version__, commit=git and subprocess.run(git, capture_output=True, text=True).stdout.strip() or None), indent=1))
 
     def load(it):                                           # this rank's microbatches of step `it`; pinned: the copy waits for nothing
         batches = [data["train"].microbatch(it * args.grad_accum + i) for i in range(rank, args.grad_accum, size)]
@@ -410,11 +388,10 @@ def train(args, config, meta, ckpt, device, dtype):
     batches = load(step)
     update, held = stepper(args, model, optimizer, autocast, batches[0])
     if args.bench:
-        dt = seconds(update, batches, args.lr, torch.cuda.synchronize if cuda else lambda: None)
+        speed = per_step / seconds(update, batches, args.lr, torch.cuda.synchronize if cuda else lambda: None)
         memory = (torch.cuda.max_memory_allocated() + held) / 2**20 if cuda else math.nan
-        return args.name, per_step / dt, flops * per_step / dt / size / (peak or math.nan), memory
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
+        return args.name, speed, flops * speed / size / (peak or math.nan), memory
+    torch.cuda.reset_peak_memory_stats() if cuda else None
     first, last, start, shown, stop = step, min(args.max_iters, args.stop_at or args.max_iters), time.time(), 0.0, 0
     with signals() as got, open(log_path if rank == 0 else os.devnull, "a", buffering=1) as log:
         while step < last and not stop:
@@ -451,12 +428,13 @@ def train(args, config, meta, ckpt, device, dtype):
                 mfu = f"{record['mfu']:.1%}" if peak else "n/a"
                 print(f"step {step:,}/{last:,}  loss {loss:.4f}{val_loss}  lr {lr:.1e}  grad norm {grad_norm:.2f}  {per_step / dt:,.0f} "
                       f"tokens/s  MFU {mfu}  {(shown - start) / (step - first) * (last - step):,.0f} s left", flush=True)
-    ended_by = got[0] if got else signal.SIGTERM if stop else 0             # stop alone: another rank's signal
-    if rank == 0 and ended_by:
-        print(f"stopped by signal {ended_by}, saved at step {step:,}; --out {args.out} --resume continues", flush=True)
-    elif rank == 0 and first < step == args.max_iters:
+    sum_over_ranks(torch.zeros((), device=device)).item()   # torchrun ends the others when one leaves, and rank 0 may still be saving
+    if got or stop:                                         # stop alone: another rank's signal
+        if rank == 0:
+            print(f"stopped by a signal, saved at step {step:,}; --out {args.out} --resume continues", flush=True)
+        sys.exit(128 + (got or [signal.SIGTERM])[0])
+    if rank == 0 and first < step == args.max_iters:
         finish(args, meta, model, device, record.get("val_loss"))
-    return ended_by
 
 # ---------------------------------------------------------------- the command line
 def parser():
@@ -526,9 +504,9 @@ def settings(args, spec, out):
     if args.init_from:
         if not (ckpt or args.eval_only) and os.path.realpath(args.init_from) in map(os.path.realpath, (out, os.path.join(out, "ckpt.pt"))):
             raise ValueError(f"--init_from {args.init_from} is what this run would replace; take another --out")
-        given = ckpt["config"] if ckpt else asdict(pretrained(args.init_from).config)
+        given = ckpt["config"] if ckpt else asdict(pretrained(args.init_from, "meta").config)
         if mode not in ("baseline", "delta") or not ckpt and given["mode"] != "baseline":
-            raise ValueError(f"--init_from takes a baseline to baseline or delta; {given['mode']} to {mode} starts as another function")
+            raise ValueError(f"--init_from takes a baseline to --mode baseline or delta, not {given['mode']} to {mode}: another function")
         if wrong := [f"--{k} {v}" for k, v in vars(args).items() if k in given and k not in RUN_FIELDS and v != given[k]]:
             raise ValueError(f"{', '.join(wrong)}: the model of --init_from is another; only {', '.join(RUN_FIELDS[1:])} can be set")
     given = {**given, **{f.name: getattr(args, f.name) for f in fields(GPTConfig) if hasattr(args, f.name)}, "mode": mode}
@@ -556,7 +534,8 @@ def settings(args, spec, out):
     if ckpt:
         def identity(args, config, data):                   # what a run is; kernel and checkpointing are only how it is computed
             return {**config, "kernel": None, "grad_checkpoint": None, **{k: args[k] for k in ("seed", "param_dtype", "decay")},
-                    "init_from": args.get("init_from"), "route_lr": args.get("route_lr", 1.0), "ema": bool(args.get("ema")),
+                    "init_from": os.path.realpath(args.get("init_from") or ""), "ema": bool(args.get("ema")),
+                    "route_lr": args.get("route_lr", 1.0),
                     **{f"{s}.bin sha256": data[s]["sha256"] for s in ("train", "val")},
                     "batch_size x grad_accum": args["batch_size"] * args["grad_accum"]}
         then, now = identity(ckpt["args"], ckpt["config"], ckpt["data"]), identity(vars(args), asdict(config), meta)
@@ -575,7 +554,7 @@ def main(argv=None):
         if args.overwrite and (args.resume or args.eval_only):
             raise ValueError("--overwrite starts anew, it does not go with --resume or --eval_only")
         if args.text and not args.eval_only or args.fsdp and (args.cuda_graph or "RANK" not in os.environ):
-            raise ValueError("--text needs --eval_only" if args.text else "--fsdp needs torchrun, and goes without --cuda_graph")
+            raise ValueError("--text goes with --eval_only alone, --fsdp with torchrun and without --cuda_graph")
         args.overwrite |= bool(args.eval_only and args.init_from) or args.bench             # whatever OUT holds
         several = "," in args.mode
         outs = [os.path.join(args.out, spec.replace(":", "-")) for spec in args.mode.split(",")] if several else [args.out]
@@ -587,7 +566,6 @@ def main(argv=None):
             args = p.parse_args(argv)
         if len(set(outs)) < len(outs):
             raise ValueError(f"--mode {args.mode} names a run twice")
-
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
         if kind not in ("cpu", "cuda", "mps") or not (kind == "cpu" or getattr(torch, kind).is_available()):
             raise ValueError(f"--device {kind} is not available here; auto takes what there is")
@@ -609,14 +587,9 @@ def main(argv=None):
         for args, config, *_ in runs:
             args.compile = kind == "cuda" if args.compile is None else args.compile
             args.cuda_graph = kind == "cuda" and not args.fsdp if args.cuda_graph is None else args.cuda_graph
-            args.fused = config.mode not in ("baseline", "hyper") and fused_kernels(config.kernel, device, dtype) is not None
-        results = []
-        for run in runs:
-            torch.compiler.reset()
-            results.append(train(*run, device, dtype))
-            if results[-1] and not args.bench:
-                sys.exit(128 + results[-1])
-        if rank == 0 and (several or args.bench):
+            args.fused = fused_kernels(config.kernel, device, dtype) is not None and config.mode not in ("baseline", "hyper")
+        results = [train(*run, device, dtype) for run in runs]
+        if rank == 0 and (several and not args.eval_only or args.bench):
             print_bench(results) if args.bench else print_table(outs)
     except (ValueError, FloatingPointError, OSError, ImportError) as e:
         sys.exit(f"train.py: {e}")
