@@ -560,12 +560,17 @@ def blocked_router(q, g, H, eps=1e-6):
     return step
 
 # ---------------------------------------------------------------- python route_kernel.py: first parity, then what it costs
-def every_read(router, sources, q, g, dos):
-    """All reads of a forward and their backward -> outputs [S, B, T, D], gradients of the sources, of q and of g. router(q, g) -> step."""
+def run_reads(router, sources, q, g, dos):
+    """All reads of a forward and their backward, by router(q, g) -> step. Returns the outputs, and the leaves with their gradients."""
     sources, q, g = [s.detach().requires_grad_() for s in sources], q.detach().requires_grad_(), g.detach().requires_grad_()
     step = router(q, g)
     outs = [step(s) for s in sources]
     torch.autograd.backward(outs, dos)
+    return outs, sources, q, g
+
+def every_read(*args):
+    """-> outputs [S, B, T, D], gradients of the sources, of q and of g"""
+    outs, sources, q, g = run_reads(*args)
     return torch.stack(outs).detach(), torch.stack([s.grad for s in sources]), q.grad, g.grad
 
 def site_by_site(read, H):
@@ -654,21 +659,19 @@ def moved(S, BT, D, H):
     scores = 4 * BT * H * K * sum(K * (b + 1) for b in range((S - 1) // K + 1))
     return rows * row + 5 * scores
 
-def milliseconds(f, repeats=10):
-    """Median GPU time of f, replayed as a CUDA graph where it can be captured, and the memory it adds at its peak, in bytes."""
+def milliseconds(f, captured=True, repeats=10):
+    """Median GPU time of f, replayed as a CUDA graph or called, and the memory it adds at its peak, in bytes."""
     f()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
     f()
-    peak, run, graph = torch.cuda.max_memory_allocated() - held, f, torch.cuda.CUDAGraph()
-    try:
+    peak, run, times = torch.cuda.max_memory_allocated() - held, f, []
+    if captured:
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             f()
         run = graph.replay
-    except RuntimeError:
-        torch.cuda.synchronize()
-    times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -704,7 +707,7 @@ def cost(only):
                     continue
                 args = inputs(S, T, D, H, torch.bfloat16, "cuda")
                 try:
-                    ms, peak = milliseconds(lambda: every_read(router, *args))                      # noqa: B023
+                    ms, peak = milliseconds(lambda: run_reads(router, *args), captured=way.startswith("ours"))     # noqa: B023
                     gb = moved(S, T, D, H) / 1e9
                     bytes_ = f"{gb:10.1f}{gb / ms:7.2f}" if way == "ours, blocked" else ""
                     print(f"{scale:6}{H:3}  {way:28}{ms:8.2f}{peak / 2**30:9.2f}{bytes_}", flush=True)

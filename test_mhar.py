@@ -949,6 +949,16 @@ def test_failures_keep_the_last_good_checkpoint(data, tmp_path, monkeypatch, cap
     assert "No space left" in refused(capsys, run, data, z, "--max_iters", 20, "--ckpt_interval", 4)
     assert checkpoint(z)["step"] == 8 and sorted(os.listdir(z)) == ["ckpt.pt", "config.json", "log.jsonl"]
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mode", [*MODES, "mhar:1"])
+def test_fused_compiled_and_graphed_training_on_gpu(data, tmp_path, mode):
+    flags = ["--max_iters", 8, "--device", "cuda", "--eval_interval", 4, "--eval_iters", 1, "--z_loss", 1e-3]
+    plain = run(data, tmp_path / "plain", *flags, "--kernel", "eager", "--no_cuda_graph", mode=mode)
+    fast = run(data, tmp_path / "fast", *flags, "--compile", mode=mode)         # what a GPU does by default, but in fp32
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert max(abs(a[key] - b[key]) / a[key] for a, b in zip(plain, fast) if key in a) < 1e-3, key
+    assert losses(run(data, tmp_path / "again", *flags, "--compile", mode=mode)) == losses(fast)
+
 def test_an_update_clips_and_accumulates():
     """Plain gradient descent shows the gradient: the mean over microbatches, scaled to the largest norm."""
     args = train.argparse.Namespace(compile=False, cuda_graph=False, fused=False, fsdp=False, z_loss=0.0, grad_accum=2, grad_clip=0.0)
