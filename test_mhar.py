@@ -957,7 +957,6 @@ def test_fused_compiled_and_graphed_training_on_gpu(data, tmp_path, mode):
     fast = run(data, tmp_path / "fast", *flags, "--compile", mode=mode)         # what a GPU does by default, but in fp32
     for key in ("loss", "grad_norm", "val_loss"):
         assert max(abs(a[key] - b[key]) / a[key] for a, b in zip(plain, fast) if key in a) < 1e-3, key
-    assert losses(run(data, tmp_path / "again", *flags, "--compile", mode=mode)) == losses(fast)
 
 def test_an_update_clips_and_accumulates():
     """Plain gradient descent shows the gradient: the mean over microbatches, scaled to the largest norm."""
