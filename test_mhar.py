@@ -301,15 +301,14 @@ def leaves(N, T, D, dtype=torch.float32, seed=0):
                                                                 1 + 0.1 * torch.randn(D, generator=G))]
 
 @kernel
-@pytest.mark.parametrize("S, D, H", [(S, D, H) for D, H in ((64, 4), (33, 3), (160, 1), (96, 3), (1280, 8)) for S in (1, 2, 7)] + [(25, 64, 4), (73, 64, 2)])
+@pytest.mark.parametrize("S, D, H", [(S, D, H) for D, H in ((64, 4), (33, 3), (160, 1), (96, 3), (1280, 8)) for S in (1, 2, 7)] + [(25, 64, 4), (73, 64, 1)])
 def test_kernel_parity(S, D, H):
     """Every tensor within its limit of fp64, zeros as zeros, two runs equal bit for bit."""
     found, limits = route_kernel.parity((S, 2 if S < 8 else 1, D, H, torch.float32, DEVICE), ("route", "blocked") if S < 8 else ("blocked",))
     assert all(e <= z for way in limits for e, z in zip(found[way], limits[way])), (found, limits)
 
 @kernel
-@pytest.mark.parametrize("S, D, H", [(7, 64, 4), (7, 33, 3)])
-def test_kernel_parity_in_bf16(S, D, H):
+def test_kernel_parity_in_bf16(S=7, D=33, H=3):
     found, limits = route_kernel.parity((S, 2, D, H, torch.bfloat16, DEVICE))
     rounding = 1 if torch.cuda.is_available() else 2.5      # the interpreter truncates to bf16, where a GPU rounds
     assert all(e <= rounding * z for way in limits for e, z in zip(found[way], limits[way])), (found, limits)
@@ -810,19 +809,16 @@ def data(tmp_path_factory):
 def argv(data, out, *flags, mode="mhar"):
     return ["--data", data, "--mode", mode, "--out", str(out), *TINY, *map(str, flags)]
 
-def run(*args, processes=1, **k):
-    """Trains, in this process or by torchrun, and returns the log. Takes what `argv` takes."""
-    torchrun("train.py", *argv(*args, **k)) if processes == 2 else train.main(argv(*args, **k))
+def run(*args, **k):
+    """Trains and returns the log. Takes what `argv` takes."""
+    train.main(argv(*args, **k))
     return train.read_log(args[1])
 
-def torchrun(*command):
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *command], cwd=HERE, check=True,
-                   env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-
-def several(tmp_path, *calls):
-    """Several runs of train.py in one pair of processes, whose start takes longer."""
+def torchrun(tmp_path, *calls):
+    """Several runs of train.py in one pair of processes, whose start takes longer than they."""
     (tmp_path / "two.py").write_text(f"import sys\nsys.path.insert(0, {HERE!r})\nimport train\nfor flags in {calls!r}:\n    train.main(flags)\n")
-    torchrun(str(tmp_path / "two.py"))
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(tmp_path / "two.py")], check=True,
+                   env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
 
 def losses(log):
     return [(r["iter"], r["loss"]) for r in log]
@@ -919,20 +915,21 @@ def test_evaluation_is_the_mean_over_fixed_windows(data):
             assert got[0] == got[1] == pytest.approx(model(t[:, :-1], t[:, 1:])[1].item(), rel=1e-6) and model.training
 
 def test_accumulation_and_processes_give_the_same_run(data, tmp_path):
-    one = run(data, tmp_path / "one", "--max_iters", 20, "--batch_size", 4, "--grad_accum", 2)
-    for name, size, accum, processes in (("whole", 8, 1, 1), ("fine", 2, 4, 1), ("two", 2, 4, 2)):
-        log = run(data, tmp_path / name, "--max_iters", 20, "--batch_size", size, "--grad_accum", accum, processes=processes)
-        assert [r["tokens"] for r in log] == [256 * (i + 1) for i in range(20)]
-        for key, most in (("loss", 1e-6), ("grad_norm", 1e-4)):
-            assert max(abs(a[key] - b[key]) / a[key] for a, b in zip(one, log)) < most, name
-
-def test_two_processes_in_every_mode(data, tmp_path):
-    """One microbatch a rank: bit for bit what one process does, resumed halfway or not."""
-    run(data, tmp_path / "one", "--max_iters", 8, mode=",".join(MODES))
-    several(tmp_path, *(argv(data, tmp_path / "two", "--max_iters", 8, *flags, mode=",".join(MODES)) for flags in (["--stop_at", 4], ["--resume"])))
+    """One microbatch a rank: bit for bit what one process does, resumed halfway or not. Else the same sums in another order."""
+    run(data, tmp_path / "one", "--max_iters", 5, mode=",".join(MODES))
+    fine = ["--max_iters", 5, "--batch_size", 2, "--grad_accum", 4]
+    torchrun(tmp_path, *(argv(data, tmp_path / "two", "--max_iters", 5, *flags, mode=",".join(MODES)) for flags in (["--stop_at", 2], ["--resume"])),
+            argv(data, tmp_path / "two-fine", *fine))
     for mode in MODES:
         one, two = (train.read_log(tmp_path / z / mode) for z in ("one", "two"))
-        assert losses(two) == losses(one) and len(two) == 8
+        assert losses(two) == losses(one) and len(two) == 5
+    run(data, tmp_path / "fine", *fine)
+    run(data, tmp_path / "whole", "--max_iters", 5, "--batch_size", 8, "--grad_accum", 1)
+    one = train.read_log(tmp_path / "one" / "mhar")
+    for log in (train.read_log(tmp_path / z) for z in ("fine", "whole", "two-fine")):
+        assert [r["tokens"] for r in log] == [256 * (i + 1) for i in range(5)]
+        for key, most in (("loss", 1e-6), ("grad_norm", 1e-4)):
+            assert max(abs(a[key] - b[key]) / a[key] for a, b in zip(one, log)) < most
 
 def test_failures_keep_the_last_good_checkpoint(data, tmp_path, monkeypatch, capsys):
     n, z, real = tmp_path / "n", tmp_path / "z", torch.save
@@ -1149,7 +1146,7 @@ def test_sharded_training_is_the_same_run(data, tmp_path):
     run(data, tmp_path / "one", *flags, "--stop_at", 10, mode=modes)
     shutil.copytree(tmp_path / "one", tmp_path / "b")
     run(data, tmp_path / "one", *flags, "--resume", mode=modes)
-    several(tmp_path, argv(data, tmp_path / "a", *flags, "--fsdp", "--stop_at", 10, mode=modes), argv(data, tmp_path / "b", *flags, "--fsdp", "--resume", mode=modes))
+    torchrun(tmp_path, argv(data, tmp_path / "a", *flags, "--fsdp", "--stop_at", 10, mode=modes), argv(data, tmp_path / "b", *flags, "--fsdp", "--resume", mode=modes))
     run(data, tmp_path / "a", *flags, "--resume", mode=modes)
     for mode in modes.split(","):
         one, a, b = (train.read_log(tmp_path / z / mode) for z in ("one", "a", "b"))
@@ -1429,7 +1426,7 @@ def test_readme_router():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_whole_model_compiles_without_a_break(mode):
-    m, (x, y) = randomised(tiny(mode, n_layer=1 + (mode == "delta"))), batch()
+    m, (x, y) = randomised(tiny(mode, n_layer=1)), batch()
     a = gradients(m, x, y)
     m.compile(backend="aot_eager", fullgraph=True)
     b = gradients(m, x, y)
