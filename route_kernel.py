@@ -260,7 +260,7 @@ def block_read_kernel(p_v, p_r, p_y, p_part, p_m, p_l, BT, block, D: tl.constexp
     tl.store(p_m + o, m, mask=first)
     tl.store(p_l + o, l, mask=first)
 
-# A row of every head, in NC chunks of CW columns: tuples of [tt, HP, CW]. So 160 columns take 10 x 16 lanes and not 256.
+# A row of every head, in chunks of CW columns: tuples of [tt, HP, CW]. So 160 columns take 10 x 16 lanes and not 256.
 @triton.jit
 def columns(mask, c, DH: tl.constexpr, CW: tl.constexpr):
     return mask if DH % CW == 0 else mask & (c * CW + tl.arange(0, CW) < DH)[None, None, :]
@@ -274,71 +274,72 @@ def load_row(p, mask, DH: tl.constexpr, CW: tl.constexpr):
 
 @triton.jit
 def store_row(p, v, mask, DH: tl.constexpr, CW: tl.constexpr):
-    for c in tl.static_range((DH + CW - 1) // CW):
+    for c in tl.static_range(len(v)):
         tl.store(p + c * CW, v[c].to(p.dtype.element_ty), mask=columns(mask, c, DH, CW))
 
 @triton.jit
-def inner(u, v, NC: tl.constexpr):
+def inner(u, v):
     """sum_c u_c v_c, [tt, HP]"""
     uv = u[0].to(tl.float32) * v[0].to(tl.float32)
-    for c in tl.static_range(1, NC):
+    for c in tl.static_range(1, len(u)):
         uv += u[c].to(tl.float32) * v[c].to(tl.float32)
     return tl.sum(uv, 2)
 
 @triton.jit
-def times(u, a, NC: tl.constexpr):
+def times(u, a):
     """a u, fp32, for a [tt, HP]"""
     au = ()
-    for c in tl.static_range(NC):
+    for c in tl.static_range(len(u)):
         au = au + (a[:, :, None] * u[c].to(tl.float32),)
     return au
 
 @triton.jit
-def add(u, a, v, NC: tl.constexpr):
+def add(u, a, v):
     """u + a v, for a [tt, HP]"""
     w = ()
-    for c in tl.static_range(NC):
+    for c in tl.static_range(len(u)):
         w = w + (u[c] + a[:, :, None] * v[c].to(tl.float32),)
     return w
 
 @triton.jit(do_not_specialize=INTS)
 def site_read_kernel(p_s, p_v, p_r, p_y, p_part, p_m0, p_l0, p_out, p_stat, BT, block, k, eps, D: tl.constexpr, H: tl.constexpr,
-                     DH: tl.constexpr, HP: tl.constexpr, NC: tl.constexpr, CW: tl.constexpr, K: tl.constexpr, TT: tl.constexpr):
+                     DH: tl.constexpr, HP: tl.constexpr, CW: tl.constexpr, K: tl.constexpr, TT: tl.constexpr):
     """Site k of the block: its newest source, whose R comes first, its share of the block read, then the k sources between."""
     o_t, o_h, o_c = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT), tl.arange(0, HP), tl.arange(0, CW)
     m_t, m_h, rows, first = o_t < BT, o_h < H, BT.to(tl.int64), block * K
     m_th, mask = m_t[:, None] & m_h[None, :], m_t[:, None, None] & m_h[None, :, None] & (o_c < DH)[None, None, :]
     o, o_th = o_t[:, None, None] * D + o_h[None, :, None] * DH + o_c[None, None, :], o_t[:, None] * H + o_h[None, :]
-    b_s = load_row(p_s + o, mask, DH, CW)                                                                              # NC [TT, HP, CW]
-    r = inverse_root(tl.sum(inner(b_s, b_s, NC), 1) / D + eps)                                                         # [TT]
+    b_s = load_row(p_s + o, mask, DH, CW)                                                                              #    [TT, HP, CW]
+    r = inverse_root(tl.sum(inner(b_s, b_s), 1) / D + eps)                                                         # [TT]
     tl.store(p_r + (first + k) * rows + o_t, r, mask=m_t)
     p_yk = scores_of(p_y, block, first, 0, BT, H, K) + o_h[None, :] * rows * K + o_t[:, None] * K + k
     m = tl.load(p_yk + k * rows * H * K, mask=m_th, other=0.0) * r[:, None]                                            # [TT, HP]
-    l, acc = tl.full([TT, HP], 1.0, tl.float32), times(b_s, tl.full([TT, HP], 1.0, tl.float32), NC)  # noqa: E741
+    l = tl.full([TT, HP], 1.0, tl.float32)  # noqa: E741
+    acc = times(b_s, l)
     if block > 0:
         m0, l0 = tl.load(p_m0 + o_th, mask=m_th, other=0.0), tl.load(p_l0 + o_th, mask=m_th, other=1.0)
         m_new = tl.maximum(m, m0)
         scale, p = tl.exp(m - m_new), tl.exp(m0 - m_new) * l0
         l, m = scale + p, m_new  # noqa: E741
-        acc = add(times(acc, scale, NC), p, load_row(p_part + o, mask, DH, CW), NC)
+        acc = add(times(acc, scale), p, load_row(p_part + o, mask, DH, CW))
     p_vn, p_rn = p_v + first * rows * D + o, p_r + first * rows + o_t
     for _ in range(k):
         x = tl.load(p_yk, mask=m_th, other=0.0) * tl.load(p_rn, mask=m_t, other=0.0)[:, None]
         m_new = tl.maximum(m, x)
         scale, p = tl.exp(m - m_new), tl.exp(x - m_new)
         l, m = l * scale + p, m_new  # noqa: E741
-        acc = add(times(acc, scale, NC), p, load_row(p_vn, mask, DH, CW), NC)
+        acc = add(times(acc, scale), p, load_row(p_vn, mask, DH, CW))
         p_vn += rows * D
         p_yk += rows * H * K
         p_rn += rows
-    store_row(p_out + o, times(acc, 1.0 / l, NC), mask, DH, CW)
+    store_row(p_out + o, times(acc, 1.0 / l), mask, DH, CW)
     p_statk = p_stat + o_t[:, None] * 3 * H + o_h[None, :]
     tl.store(p_statk, m, mask=m_th)
     tl.store(p_statk + H, 1.0 / l, mask=m_th)
 
 @triton.jit(do_not_specialize=INTS)
 def gather_kernel(p_grad, p_out, p_v, p_r, p_y, p_w, p_do, p_stat, p_acc, p_c, p_ds, BT, block, k, k_end, D: tl.constexpr, H: tl.constexpr,
-                  DH: tl.constexpr, HP: tl.constexpr, NC: tl.constexpr, CW: tl.constexpr, K: tl.constexpr, TT: tl.constexpr,
+                  DH: tl.constexpr, HP: tl.constexpr, CW: tl.constexpr, K: tl.constexpr, TT: tl.constexpr,
                   PUSHED: tl.constexpr):
     """
     Site k of the block gets its gradient: keeps it and D_h = do_h . out_h. That completes the gradient of source bK+k, from the sites
@@ -348,14 +349,14 @@ def gather_kernel(p_grad, p_out, p_v, p_r, p_y, p_w, p_do, p_stat, p_acc, p_c, p
     m_t, m_h, rows, n = o_t < BT, o_h < H, BT.to(tl.int64), block * K + k
     m_th, mask = m_t[:, None] & m_h[None, :], m_t[:, None, None] & m_h[None, :, None] & (o_c < DH)[None, None, :]
     o, o_th = o_t[:, None, None] * D + o_h[None, :, None] * DH + o_c[None, None, :], o_t[:, None] * H + o_h[None, :]
-    b_v, b_do = load_row(p_v + n * rows * D + o, mask, DH, CW), load_row(p_grad + o, mask, DH, CW)                     # NC [TT, HP, CW]
+    b_v, b_do = load_row(p_v + n * rows * D + o, mask, DH, CW), load_row(p_grad + o, mask, DH, CW)                     #    [TT, HP, CW]
     store_row(p_do + k * rows * D + o, b_do, mask, DH, CW)
-    delta = inner(b_do, load_row(p_out + o, mask, DH, CW), NC)                                                         # [TT, HP]
+    delta = inner(b_do, load_row(p_out + o, mask, DH, CW))                                                         # [TT, HP]
     p_statj = p_stat + k * rows * 3 * H + o_t[:, None] * 3 * H + o_h[None, :]
     tl.store(p_statj + 2 * H, delta, mask=m_th)
     r = tl.load(p_r + n * rows + o_t, mask=m_t, other=0.0)[:, None]
     zero, o_k = tl.zeros([TT, HP], tl.float32), tl.arange(0, K)
-    ds, c, rdx = times(b_v, zero, NC), zero, tl.zeros([TT, HP, K], tl.float32)
+    ds, c, rdx = times(b_v, zero), zero, tl.zeros([TT, HP, K], tl.float32)
     p_yn = scores_of(p_y, block, n, 0, BT, H, K) + o_h[None, :] * rows * K + o_t[:, None] * K
     p_doj, p_wj, p_yj = p_do + k * rows * D + o, p_w + n * D + o - (o_t * D)[:, None, None], p_yn + k
     for j in range(k, k_end):
@@ -365,21 +366,21 @@ def gather_kernel(p_grad, p_out, p_v, p_r, p_y, p_w, p_do, p_stat, p_acc, p_c, p
         delta_next, b_next = tl.load(p_statj + 2 * H, mask=m_th, other=0.0), load_row(p_doj, mask, DH, CW)  # of site j+1, in advance
         x = tl.load(p_yj, mask=m_th, other=0.0) * r
         a = tl.exp(x - m) * inv
-        dx = a * (inner(b_do, b_v, NC) - delta)
+        dx = a * (inner(b_do, b_v) - delta)
         dx = tl.where(block * K + j > 0, dx, 0.0)            # site 0 has one source: no gradient, not even a rounding error
         c += dx * x
         dx *= r
         rdx = tl.where((o_k == j)[None, None, :], dx[:, :, None], rdx)       # stored later: in here a store costs a barrier
-        ds = add(add(ds, a, b_do, NC), dx, load_row(p_wj, mask, DH, CW), NC)
+        ds = add(add(ds, a, b_do), dx, load_row(p_wj, mask, DH, CW))
         b_do, delta = b_next, delta_next
         p_yj += 1
         p_wj += D
     tl.debug_barrier()                                       # warps that hold the same scores have all read them
     tl.store(p_yn[:, :, None] + o_k[None, None, :], rdx, mask=m_th[:, :, None] & ((o_k >= k) & (o_k < k_end))[None, None, :])
     if PUSHED:
-        ds = add(load_row(p_acc + n * rows * D + o, mask, DH, CW), zero + 1.0, ds, NC)
+        ds = add(load_row(p_acc + n * rows * D + o, mask, DH, CW), zero + 1.0, ds)
         c += tl.load(p_c + n * rows * H + o_th, mask=m_th, other=0.0)
-    store_row(p_ds + o, add(ds, zero - tl.sum(c, 1)[:, None] * r * r / D, b_v, NC), mask, DH, CW)
+    store_row(p_ds + o, add(ds, zero - tl.sum(c, 1)[:, None] * r * r / D, b_v), mask, DH, CW)
 
 @triton.jit(do_not_specialize=INTS)
 def push_kernel(p_v, p_r, p_y, p_w, p_do, p_stat, p_acc, p_c, BT, block, k_end, D: tl.constexpr, H: tl.constexpr,
@@ -457,10 +458,10 @@ class History:
         # tiles as measured on an H200: rows in chunks of about 128 numbers and about 1024 numbers a warp; C columns at a time elsewhere
         HP, base, P2 = triton.next_power_of_2(H), dict(D=D, H=H, DH=DH, K=K), triton.next_power_of_2(DH)
         CW = max(16, P2 // 16, min(P2, 128 // HP))
-        NC = triton.cdiv(DH, CW)
-        TT = max(1, 1024 // triton.next_power_of_2(HP * CW * NC))
-        warps = min(16, TT * HP * CW // 32, triton.next_power_of_2(triton.cdiv(TT * HP * CW * NC, 1024)))
-        self.rows = dict(base, HP=HP, NC=NC, CW=CW, TT=TT, num_warps=max(1, warps))
+        row = HP * CW * triton.cdiv(DH, CW)                  # numbers, padding included
+        TT = max(1, 1024 // triton.next_power_of_2(row))
+        warps = min(16, TT * HP * CW // 32, triton.next_power_of_2(triton.cdiv(TT * row, 1024)))
+        self.rows = dict(base, HP=HP, CW=CW, TT=TT, num_warps=max(1, warps))
         C = min(128, max(16, P2))
         self.append = dict(base, C=min(C, 64), TT=128, F32=F32, num_warps=4)
         self.query = dict(base, C=min(C, 64), TT=64, F32=F32, num_warps=2)
