@@ -209,15 +209,20 @@ def dot(a, b, F32: tl.constexpr, HALF: tl.constexpr):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a.to(HALF), b.to(HALF))
 
+# Scores before the norm, w_h . s_n[h], as their readers want them, one block behind the other: of the block's own sources
+# Y [site, source up to it, BT, H]; of its old sources Z [source, H, BT, K]. In backward dx r of all of them, of one block at a time, as Z.
 @triton.jit
-def scores_of(p_x, block, n, h, BT, H: tl.constexpr, K: tl.constexpr):
-    """Scores [BT, K] of source n in a block. Block b keeps them for [sources 0 .. (b+1)K-1, H], one block behind the other."""
-    return p_x + ((n + K * (block * (block + 1) // 2)).to(tl.int64) * H + h) * BT * K
+def own(p_y, block, site, n, BT, H: tl.constexpr, K: tl.constexpr):
+    return p_y + (block * (K * (K + 1) // 2) + site * (site + 1) // 2 + n).to(tl.int64) * BT * H
+
+@triton.jit
+def old(p_z, block, BT, H: tl.constexpr, K: tl.constexpr):
+    return p_z + (K * (block * (block - 1) // 2)).to(tl.int64) * H * BT * K
 
 @triton.jit(do_not_specialize=INTS)
-def append_kernel(p_s, p_v, p_y, p_w, p_low, BT, n, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr,
+def append_kernel(p_s, p_v, p_y, p_z, p_w, p_low, BT, n, top, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr,
                   K: tl.constexpr, TT: tl.constexpr, F32: tl.constexpr):
-    """V[n] = s, and the scores before the norm, y[n, h, t, k] = w_k[h] . s[h], for its own block and all later ones."""
+    """V[n] = s, and its scores for the sites of its own block and of all later ones."""
     o_t, o_k, h = (tl.program_id(0) // H).to(tl.int64) * TT + tl.arange(0, TT), tl.arange(0, K), tl.program_id(0) % H
     block, m_t, m_own = n // K + tl.program_id(1), o_t < BT, o_t < tl.where(tl.program_id(1) == 0, BT, 0)
     y = tl.zeros([TT, K], tl.float32)
@@ -234,10 +239,12 @@ def append_kernel(p_s, p_v, p_y, p_w, p_low, BT, n, D: tl.constexpr, H: tl.const
         else:                                                # the low bits of w matter: a second product for them
             y += dot(b_s, b_w, F32, p_v.dtype.element_ty)
             y += dot(b_s, tl.load(p_low + o_w, mask=m_c[:, None], other=0.0), F32, p_v.dtype.element_ty)
-    tl.store(scores_of(p_y, block, n, h, BT, H, K) + o_t[:, None] * K + o_k[None, :], y, mask=m_t[:, None])
+    m_k, o_z = (o_k >= n % K) & (block * K + o_k <= top), ((n.to(tl.int64) * H + h) * BT + o_t)[:, None] * K + o_k[None, :]
+    tl.store(own(p_y, block, o_k, n % K, BT, H, K)[None, :] + o_t[:, None] * H + h, y, mask=m_own[:, None] & m_k[None, :])
+    tl.store(old(p_z, block, BT, H, K) + o_z, y, mask=(m_t & (m_own == 0))[:, None])
 
 @triton.jit(do_not_specialize=INTS)
-def block_read_kernel(p_v, p_r, p_y, p_part, p_m, p_l, BT, block, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr,
+def block_read_kernel(p_v, p_r, p_z, p_part, p_m, p_l, BT, block, k_end, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr,
                       K: tl.constexpr, F32: tl.constexpr):
     """The K sites' mixes of the old sources, one token and head a program: flash-attention over depth, sites as queries."""
     t, h, o_k = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H, tl.arange(0, K)
@@ -247,15 +254,16 @@ def block_read_kernel(p_v, p_r, p_y, p_part, p_m, p_l, BT, block, D: tl.constexp
     for tile in range(block):
         n = tile * K + o_k                                                                                             # [K] sources
         o_n = n.to(tl.int64) * BT + t
-        x = tl.load(scores_of(p_y, block, n, h, BT, H, K)[:, None] + t * K + o_k[None, :]) * tl.load(p_r + o_n)[:, None]
+        o_z = ((n.to(tl.int64) * H + h) * BT + t)[:, None] * K + o_k[None, :]                                          # [sources, sites]
+        x = tl.load(old(p_z, block, BT, H, K) + o_z) * tl.load(p_r + o_n)[:, None]
         b_v = tl.load(p_v + o_n[:, None] * D + h * DH + o_c[None, :], mask=(o_c < DH)[None, :], other=0.0)             # [K, C]
         m_new = tl.maximum(m, tl.max(x, 0))
         scale, p = tl.exp(m - m_new), tl.exp(x - m_new[None, :])                                                       # [K], [K, K]
         l, m = l * scale + tl.sum(p, 0), m_new  # noqa: E741
         acc = acc * scale[:, None] + dot(tl.trans(p), b_v, F32, p_v.dtype.element_ty)
-    part = (acc / l[:, None]).to(p_part.dtype.element_ty)
-    tl.store(p_part + (o_k.to(tl.int64) * BT + t)[:, None] * D + h * DH + o_c[None, :], part, mask=(o_c < DH)[None, :])
-    first = o_k + K * tl.program_id(1) < K                   # one of the chunks
+    part, m_k = (acc / l[:, None]).to(p_part.dtype.element_ty), o_k < k_end
+    tl.store(p_part + (o_k.to(tl.int64) * BT + t)[:, None] * D + h * DH + o_c[None, :], part, mask=m_k[:, None] & (o_c < DH)[None, :])
+    first = o_k + K * tl.program_id(1) < k_end               # one of the chunks
     o = (o_k.to(tl.int64) * BT + t) * H + h
     tl.store(p_m + o, m, mask=first)
     tl.store(p_l + o, l, mask=first)
@@ -312,8 +320,8 @@ def site_read_kernel(p_s, p_v, p_r, p_y, p_part, p_m0, p_l0, p_out, p_stat, BT, 
     b_s = load_row(p_s + o, mask, DH, CW)                                                                              #    [TT, HP, CW]
     r = inverse_root(tl.sum(inner(b_s, b_s), 1) / D + eps)                                                         # [TT]
     tl.store(p_r + (first + k) * rows + o_t, r, mask=m_t)
-    p_yk = scores_of(p_y, block, first, 0, BT, H, K) + o_h[None, :] * rows * K + o_t[:, None] * K + k
-    m = tl.load(p_yk + k * rows * H * K, mask=m_th, other=0.0) * r[:, None]                                            # [TT, HP]
+    p_yn = own(p_y, block, k, 0, BT, H, K) + o_th
+    m = tl.load(p_yn + k * rows * H, mask=m_th, other=0.0) * r[:, None]                                                # [TT, HP]
     l = tl.full([TT, HP], 1.0, tl.float32)  # noqa: E741
     acc = times(b_s, l)
     if block > 0:
@@ -324,13 +332,13 @@ def site_read_kernel(p_s, p_v, p_r, p_y, p_part, p_m0, p_l0, p_out, p_stat, BT, 
         acc = add(times(acc, scale), p, load_row(p_part + o, mask, DH, CW))
     p_vn, p_rn = p_v + first * rows * D + o, p_r + first * rows + o_t
     for _ in range(k):
-        x = tl.load(p_yk, mask=m_th, other=0.0) * tl.load(p_rn, mask=m_t, other=0.0)[:, None]
+        x = tl.load(p_yn, mask=m_th, other=0.0) * tl.load(p_rn, mask=m_t, other=0.0)[:, None]
         m_new = tl.maximum(m, x)
         scale, p = tl.exp(m - m_new), tl.exp(x - m_new)
         l, m = l * scale + p, m_new  # noqa: E741
         acc = add(times(acc, scale), p, load_row(p_vn, mask, DH, CW))
         p_vn += rows * D
-        p_yk += rows * H * K
+        p_yn += rows * H
         p_rn += rows
     store_row(p_out + o, times(acc, 1.0 / l), mask, DH, CW)
     p_statk = p_stat + o_t[:, None] * 3 * H + o_h[None, :]
@@ -338,12 +346,12 @@ def site_read_kernel(p_s, p_v, p_r, p_y, p_part, p_m0, p_l0, p_out, p_stat, BT, 
     tl.store(p_statk + H, 1.0 / l, mask=m_th)
 
 @triton.jit(do_not_specialize=INTS)
-def gather_kernel(p_grad, p_out, p_v, p_r, p_y, p_w, p_do, p_stat, p_acc, p_c, p_ds, BT, block, k, k_end, D: tl.constexpr, H: tl.constexpr,
+def gather_kernel(p_grad, p_out, p_v, p_r, p_y, p_dx, p_w, p_do, p_stat, p_acc, p_c, p_ds, BT, block, k, k_end, D: tl.constexpr, H: tl.constexpr,
                   DH: tl.constexpr, HP: tl.constexpr, CW: tl.constexpr, K: tl.constexpr, TT: tl.constexpr,
                   PUSHED: tl.constexpr):
     """
     Site k of the block gets its gradient: keeps it and D_h = do_h . out_h. That completes the gradient of source bK+k, from the sites
-    k .. k_end-1 of its own block, and what later blocks have pushed. The dx r that dw needs are stored over the scores.
+    k .. k_end-1 of its own block, and what later blocks have pushed. The dx r are what dw needs.
     """
     o_t, o_h, o_c = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT), tl.arange(0, HP), tl.arange(0, CW)
     m_t, m_h, rows, n = o_t < BT, o_h < H, BT.to(tl.int64), block * K + k
@@ -357,8 +365,7 @@ def gather_kernel(p_grad, p_out, p_v, p_r, p_y, p_w, p_do, p_stat, p_acc, p_c, p
     r = tl.load(p_r + n * rows + o_t, mask=m_t, other=0.0)[:, None]
     zero, o_k = tl.zeros([TT, HP], tl.float32), tl.arange(0, K)
     ds, c, rdx = times(b_v, zero), zero, tl.zeros([TT, HP, K], tl.float32)
-    p_yn = scores_of(p_y, block, n, 0, BT, H, K) + o_h[None, :] * rows * K + o_t[:, None] * K
-    p_doj, p_wj, p_yj = p_do + k * rows * D + o, p_w + n * D + o - (o_t * D)[:, None, None], p_yn + k
+    p_doj, p_wj, p_yj = p_do + k * rows * D + o, p_w + n * D + o - (o_t * D)[:, None, None], own(p_y, block, k, k, BT, H, K) + o_th
     for j in range(k, k_end):
         m, inv = tl.load(p_statj, mask=m_th, other=0.0), tl.load(p_statj + H, mask=m_th, other=0.0)
         p_statj += rows * 3 * H
@@ -370,20 +377,20 @@ def gather_kernel(p_grad, p_out, p_v, p_r, p_y, p_w, p_do, p_stat, p_acc, p_c, p
         dx = tl.where(block * K + j > 0, dx, 0.0)            # site 0 has one source: no gradient, not even a rounding error
         c += dx * x
         dx *= r
-        rdx = tl.where((o_k == j)[None, None, :], dx[:, :, None], rdx)       # stored later: in here a store costs a barrier
+        rdx = tl.where((o_k == j)[None, None, :], dx[:, :, None], rdx)
         ds = add(add(ds, a, b_do), dx, load_row(p_wj, mask, DH, CW))
         b_do, delta = b_next, delta_next
-        p_yj += 1
+        p_yj += (j + 1) * rows * H
         p_wj += D
-    tl.debug_barrier()                                       # warps that hold the same scores have all read them
-    tl.store(p_yn[:, :, None] + o_k[None, None, :], rdx, mask=m_th[:, :, None] & ((o_k >= k) & (o_k < k_end))[None, None, :])
+    p_dxn = p_dx + ((n.to(tl.int64) * H + o_h)[None, :] * rows + o_t[:, None])[:, :, None] * K + o_k[None, None, :]
+    tl.store(p_dxn, rdx.to(p_dx.dtype.element_ty), mask=m_th[:, :, None])
     if PUSHED:
         ds = add(load_row(p_acc + n * rows * D + o, mask, DH, CW), zero + 1.0, ds)
         c += tl.load(p_c + n * rows * H + o_th, mask=m_th, other=0.0)
     store_row(p_ds + o, add(ds, zero - tl.sum(c, 1)[:, None] * r * r / D, b_v), mask, DH, CW)
 
 @triton.jit(do_not_specialize=INTS)
-def push_kernel(p_v, p_r, p_y, p_w, p_do, p_stat, p_acc, p_c, BT, block, k_end, D: tl.constexpr, H: tl.constexpr,
+def push_kernel(p_v, p_r, p_z, p_dx, p_w, p_do, p_stat, p_acc, p_c, BT, block, k_end, D: tl.constexpr, H: tl.constexpr,
                 DH: tl.constexpr, C: tl.constexpr, K: tl.constexpr, F32: tl.constexpr, PUSHED: tl.constexpr):
     """The block's old sources: what gather does for one source and its sites, for tiles of K sources and all K sites."""
     t, h, o_k = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H, tl.arange(0, K)
@@ -400,11 +407,11 @@ def push_kernel(p_v, p_r, p_y, p_w, p_do, p_stat, p_acc, p_c, BT, block, k_end, 
             b_v = tl.load(p_v + o_n[:, None] * D + h * DH + o_c[None, :], mask=(o_c < DH)[None, :], other=0.0)
             b_do = tl.load(p_dok[None, :] + o_c[:, None], mask=m_k[None, :] & (o_c < DH)[:, None], other=0.0)         # [C, K]
             P += dot(b_v, b_do, F32, p_v.dtype.element_ty)
-        p_yn, r = scores_of(p_y, block, n, h, BT, H, K)[:, None] + t * K + o_k[None, :], tl.load(p_r + o_n)[:, None]
-        x = tl.load(p_yn) * r
+        o_z, r = ((n.to(tl.int64) * H + h) * BT + t)[:, None] * K + o_k[None, :], tl.load(p_r + o_n)[:, None]
+        x = tl.load(old(p_z, block, BT, H, K) + o_z) * r
         a = tl.where(m_k[None, :], tl.exp(x - m) * inv, 0.0)
         dx = a * (P - delta)
-        tl.store(p_yn, dx * r)
+        tl.store(p_dx + o_z, (dx * r).to(p_dx.dtype.element_ty))
         cx = tl.sum(tl.where(m_k[None, :], dx * x, 0.0), 1)
         p_cn = p_c + o_n * H + h
         if PUSHED:
@@ -421,27 +428,27 @@ def push_kernel(p_v, p_r, p_y, p_w, p_do, p_stat, p_acc, p_c, BT, block, k_end, 
             tl.store(p_g, acc, mask=mask)
 
 @triton.jit(do_not_specialize=INTS)
-def query_kernel(p_v, p_y, p_dw, BT, block, top, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+def query_kernel(p_v, p_dx, p_dw, BT, block, top, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
                  TT: tl.constexpr, F32: tl.constexpr):
     """dw_k[h] = sum_{n, t} (dx r) s_n[h] for the sites of a block, one partial sum per program."""
     o_k, h, rows = tl.arange(0, K), tl.program_id(1), BT.to(tl.int64)
-    o_c, site = tl.program_id(2) * C + tl.arange(0, C), block * K + tl.arange(0, K)
+    o_c = tl.program_id(2) * C + tl.arange(0, C)
     acc = tl.zeros([K, C], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(BT, TT), tl.num_programs(0)):
         o_t = tile * TT + tl.arange(0, TT).to(tl.int64)
         m_t = o_t < BT
         mask, p_vn = m_t[:, None] & (o_c < DH)[None, :], p_v + o_t[:, None] * D + h * DH + o_c[None, :]
-        p_yn = p_y + scores_of(0, block, 0, h, BT, H, K)
+        p_dxn = p_dx + h * rows * K + o_k[:, None] + o_t[None, :] * K
         for n in range(tl.minimum(block * K + K - 1, top) + 1):
-            b_x = tl.load(p_yn + o_k[:, None] + o_t[None, :] * K, mask=m_t[None, :] & ((site >= n) & (site <= top))[:, None], other=0.0)
-            acc += dot(b_x, tl.load(p_vn, mask=mask, other=0.0), F32, p_v.dtype.element_ty)                           # [K, TT] [TT, C]
-            p_yn += rows * H * K
+            b_x = tl.load(p_dxn, mask=m_t[None, :], other=0.0)                                                         # [K, TT]
+            acc += dot(b_x, tl.load(p_vn, mask=mask, other=0.0), F32, p_v.dtype.element_ty)
+            p_dxn += rows * H * K
             p_vn += rows * D
     o = (tl.program_id(0) * K + o_k)[:, None] * D + h * DH + o_c[None, :]
     tl.store(p_dw + o, acc, mask=(o_c < DH)[None, :])
 
 class History:
-    """The state of one forward: sources V, their R, scores Y, softmax statistics M and L; and later that of its backward."""
+    """The state of one forward: sources V, their R, scores Y and Z, softmax statistics; and later that of its backward."""
 
     def __init__(self, s, w, H, eps):
         (S, D), BT, new = w.shape, s[..., 0].numel(), functools.partial(torch.empty, device=s.device, dtype=torch.float32)
@@ -450,36 +457,39 @@ class History:
         w = torch.nn.functional.pad(w.detach(), (0, 0, 0, blocks * K - S))
         self.w = w if F32 else w.to(s.dtype)
         self.low = w if F32 else (w - self.w).to(s.dtype)
-        self.v, self.r, self.y = new(S, BT, D, dtype=s.dtype), new(S, BT), new(K * K * blocks * (blocks + 1) // 2 * H * BT)
+        last = S - K * (blocks - 1)                          # sites of the last block
+        self.v, self.r, self.z = new(S, BT, D, dtype=s.dtype), new(S, BT), new(K * blocks * (blocks - 1) // 2, H, BT, K)
+        self.y = new((blocks - 1) * K * (K + 1) // 2 + last * (last + 1) // 2, BT, H)
         self.stat = new(blocks * K + 1, BT, 3, H)            # of a site: m, max of its scores; 1 / sum of exp(x - m); in backward D_h
         self.part, self.m0, self.l0 = new(K, BT, D, dtype=s.dtype), new(K, BT, H), new(K, BT, H)
         self.top = None                                      # the last site whose gradient arrived, once backward has begun
         DH, self.dtype = D // H, s.dtype
-        # tiles as measured on an H200: rows in chunks of about 128 numbers and about 1024 numbers a warp; C columns at a time elsewhere
-        HP, base, P2 = triton.next_power_of_2(H), dict(D=D, H=H, DH=DH, K=K), triton.next_power_of_2(DH)
-        CW = max(16, P2 // 16, min(P2, 128 // HP))
-        row = HP * CW * triton.cdiv(DH, CW)                  # numbers, padding included
-        TT = max(1, 1024 // triton.next_power_of_2(row))
-        warps = min(16, TT * HP * CW // 32, triton.next_power_of_2(triton.cdiv(TT * row, 1024)))
-        self.rows = dict(base, HP=HP, CW=CW, TT=TT, num_warps=max(1, warps))
+        # tiles as measured on an H200: rows in chunks of 128 numbers a warp; C columns at a time elsewhere
+        HP, base, P2, warps = triton.next_power_of_2(H), dict(D=D, H=H, DH=DH, K=K), triton.next_power_of_2(DH), -(-D // 1024)
+        CW = max(16, P2 // 16, min(P2, 128 * triton.next_power_of_2(warps) // HP))
+        row = HP * CW * -(-DH // CW)                         # numbers, padding included
+        warps, TT = min(16, triton.next_power_of_2(-(-row // 1024))), 1024 // triton.next_power_of_2(row)
+        self.site_read = dict(base, HP=HP, CW=CW, TT=max(1, TT // 2), num_warps=warps)
+        self.gather = dict(self.site_read, TT=max(1, TT), maxnreg=168 if TT > 1 else 128)
         C = min(128, max(16, P2))
         self.append = dict(base, C=min(C, 64), TT=128, F32=F32, num_warps=4)
         self.query = dict(base, C=min(C, 64), TT=64, F32=F32, num_warps=2)
         self.block_read = dict(base, C=C, F32=F32, num_warps=1)
         C = 32 if DH % 64 == 32 else C                       # 160 = 5 x 32
-        self.push = dict(base, C=C, F32=F32, num_warps=1, maxnreg=224 if C == 128 else 128, num_stages=4 if C == 32 else 2)
+        self.push = dict(base, C=C, F32=F32, num_warps=1, maxnreg=224 if C == 128 else 96 if DH <= 32 else 128,
+                         num_stages=1 if DH <= 32 else 4 if C == 32 else 2)
 
     def read(self, s, i):
         """Appends source i and returns the read of site i, [BT, D]."""
         BT, H, block, k, out = self.BT, self.H, i // K, i % K, torch.empty_like(s)
         grid = (triton.cdiv(BT, self.append["TT"]) * H, self.stat.size(0) // K - block)
-        append_kernel[grid](s, self.v[i], self.y, self.w, self.low, BT, i, **self.append)
+        append_kernel[grid](s, self.v[i], self.y, self.z, self.w, self.low, BT, i, self.S - 1, **self.append)
         if k == 0 and block:
             grid = (BT * H, triton.cdiv(self.D // H, self.block_read["C"]))
-            block_read_kernel[grid](self.v, self.r, self.y, self.part, self.m0, self.l0, BT, block, **self.block_read)
-        grid = (triton.cdiv(BT, self.rows["TT"]),)
+            block_read_kernel[grid](self.v, self.r, self.z, self.part, self.m0, self.l0, BT, block, min(K, self.S - i), **self.block_read)
+        grid = (triton.cdiv(BT, self.site_read["TT"]),)
         site_read_kernel[grid](s, self.v, self.r, self.y, self.part[k], self.m0[k], self.l0[k], out, self.stat[i], BT, block, k, self.eps,
-                               **self.rows)
+                               **self.site_read)
         if i == self.S - 1:
             self.part = None                                 # frees it before the loss needs the most memory
         return out
@@ -492,18 +502,20 @@ class History:
             self.top = i
             self.acc, self.c = new(block * K, BT, D), new(block * K, BT, H)
             self.do = new(K + 1, BT, D, dtype=self.dtype)    # gather reads one ahead
+            self.dx = new(i + 1, H, BT, K, dtype=self.w.dtype)
         k_end, pushed, ds, dw = min(self.top - block * K, K - 1) + 1, block < self.top // K, torch.empty_like(out), None
-        state = (self.v, self.r, self.y, self.w, self.do, self.stat[block * K:], self.acc, self.c)
-        gather_kernel[(triton.cdiv(BT, self.rows["TT"]),)](do, out, *state, ds, BT, block, k, k_end, PUSHED=pushed, **self.rows)
+        state = (self.dx, self.w, self.do, self.stat[block * K:], self.acc, self.c)
+        grid = (triton.cdiv(BT, self.gather["TT"]),)
+        gather_kernel[grid](do, out, self.v, self.r, self.y, *state, ds, BT, block, k, k_end, PUSHED=pushed, **self.gather)
         if k == 0:
             if block:
-                push_kernel[(BT * H,)](*state, BT, block, k_end, PUSHED=pushed, **self.push)
+                push_kernel[(BT * H,)](self.v, self.r, self.z, *state, BT, block, k_end, PUSHED=pushed, **self.push)
             chunks, tiles = triton.cdiv(D // H, self.query["C"]), triton.cdiv(BT, self.query["TT"])
             dw = new(min(tiles, max(1, 384 // (H * chunks))), K, D)
-            query_kernel[len(dw), H, chunks](self.v, self.y, dw, BT, block, self.top, **self.query)
+            query_kernel[len(dw), H, chunks](self.v, self.dx, dw, BT, block, self.top, **self.query)
             dw = dw.sum(0)[:min(K, self.S - block * K)]
         if i == 0:                                           # done, though the loss may keep the graph
-            self.v = self.r = self.y = self.stat = self.m0 = self.l0 = self.acc = self.c = self.do = self.w = self.low = None
+            self.v = self.r = self.y = self.z = self.dx = self.stat = self.m0 = self.l0 = self.acc = self.c = self.do = self.w = self.low = None
         return ds, dw
 
 class BlockedRead(torch.autograd.Function):
@@ -685,8 +697,8 @@ def milliseconds(f, captured=True, repeats=10):
 def cost(only):
     """Prints GPU time of all reads of a microbatch, forward and backward, at the paper's sizes, beside the machine's two ceilings."""
     from mhar import route_ref
-    x, m = torch.empty(2, 2**30, dtype=torch.uint8, device="cuda"), torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    copy, matmul = 2 * 2**30 / milliseconds(lambda: x[0].copy_(x[1]))[0] / 1e9, 2 * 8192**3 / milliseconds(lambda: m @ m)[0] / 1e9
+    x, m = torch.empty(2, 2**32, dtype=torch.uint8, device="cuda"), torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    copy, matmul = 2**33 / milliseconds(lambda: x[0].copy_(x[1]), captured=False)[0] / 1e9, 2 * 8192**3 / milliseconds(lambda: m @ m)[0] / 1e9
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}; copy {copy:.2f} TB/s, bf16 matmul "
           f"{matmul:.0f} TFLOP/s\n{'scale':6}{'H':>3}  {'reads':28}{'ms':>8}{'peak GB':>9}{'GB moved':>10}{'TB/s':>7}", flush=True)
     for scale, (S, T, D) in {"100m": (25, 16384, 512), "350m": (49, 4096, 1024), "1b": (73, 2048, 1280)}.items():

@@ -260,8 +260,11 @@ def build(args, config, state, device, dtype):
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
     return model.to(device, dtype)
 
-def captured(forward_backward, model, batch):
-    """One microbatch's forward and backward as a CUDA graph, which spares the launches; and the bytes that only the graph holds."""
+def captured(forward_backward, model, batch, alone):
+    """
+    One microbatch's forward and backward as a CUDA graph, which spares the launches; and the bytes that only the graph holds.
+    It adds to the gradients; one that is alone in its step writes them.
+    """
     x, y = (z.clone() for z in batch)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -269,12 +272,12 @@ def captured(forward_backward, model, batch):
         for _ in range(3):                                  # compiles, and makes the gradients that the graph adds to
             forward_backward(x, y)
     torch.cuda.current_stream().wait_stream(side)
+    model.zero_grad(set_to_none=alone)
     torch.cuda.empty_cache()                                # the graph has its own memory
     torch.cuda.reset_peak_memory_stats()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):        # other threads may belong to NCCL
         loss = forward_backward(x, y)
-    model.zero_grad(set_to_none=False)
     def replay(*batch):
         x.copy_(batch[0])
         y.copy_(batch[1])
@@ -287,7 +290,8 @@ def stepper(args, model, optimizer, autocast, batch):
     -> step(microbatches, lr), one update, which returns the loss and the gradient's norm before clipping as tensors on the device, waiting
     for nothing; and the bytes that its CUDA graph holds beside PyTorch's count. batch: any microbatch, on the device.
     """
-    head, around = model.head, args.compile and (args.fused or args.fsdp)   # fused router and sharding are no code for the compiler
+    # the fused router and sharding are no code for the compiler, and the baseline is faster so too
+    head, around = model.head, args.compile and (args.fused or args.fsdp or model.config.mode == "baseline")
     def objective(h, targets):                              # in training the logits stay inside: handed out, they would get a gradient
         logits, loss = head(h, targets)
         z = model.training and args.z_loss and args.z_loss * upcast(logits).logsumexp(-1).square().mean()
@@ -307,7 +311,8 @@ def stepper(args, model, optimizer, autocast, batch):
             loss, full_loss = model(x, y)
         (full_loss / args.grad_accum * (world()[1] if args.fsdp else 1)).backward()     # fully_shard takes the mean over ranks
         return loss / args.grad_accum
-    run, held = captured(forward_backward, model, batch) if args.cuda_graph else (forward_backward, 0)
+    alone = args.grad_accum == world()[1]                   # one microbatch a step and process
+    run, held = captured(forward_backward, model, batch, alone) if args.cuda_graph else (forward_backward, 0)
 
     def step(microbatches, lr):
         for group in optimizer.param_groups:
@@ -315,9 +320,12 @@ def stepper(args, model, optimizer, autocast, batch):
         loss = sum(run(*batch).clone() for batch in microbatches)
         for p in model.parameters() if not args.fsdp else ():
             sum_over_ranks(p.grad)                          # not the mean: each loss was divided by the global grad_accum
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        if args.grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.grad_clip, norm)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=not args.cuda_graph)                # a graph adds to the same tensors
+        if not (args.cuda_graph and alone):                 # such a graph writes them, another adds to the same tensors
+            optimizer.zero_grad(set_to_none=not args.cuda_graph)
         return loss, norm
     return step, held
 
@@ -387,11 +395,11 @@ def train(args, config, meta, ckpt, device, dtype):
         return [[z.pin_memory().to(device, non_blocking=True) if cuda else z.to(device) for z in batch] for batch in batches]
     batches = load(step)
     update, held = stepper(args, model, optimizer, autocast, batches[0])
+    torch.cuda.reset_peak_memory_stats() if cuda else None
     if args.bench:
         speed = per_step / seconds(update, batches, args.lr, torch.cuda.synchronize if cuda else lambda: None)
         memory = (torch.cuda.max_memory_allocated() + held) / 2**20 if cuda else math.nan
         return args.name, speed, flops * speed / size / (peak or math.nan), memory
-    torch.cuda.reset_peak_memory_stats() if cuda else None
     first, last, start, shown, stop = step, min(args.max_iters, args.stop_at or args.max_iters), time.time(), 0.0, 0
     with signals() as got, open(log_path if rank == 0 else os.devnull, "a", buffering=1) as log:
         while step < last and not stop:
