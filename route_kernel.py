@@ -662,15 +662,15 @@ def check(cases, workers):
 
 def moved(S, BT, D, H):
     """Bytes that the blocked router must move for bf16 sources, each counted once a kernel, as the header's table."""
-    row, rows = 2 * BT * D, 0
+    row, rows, own, old, top = 2 * BT * D, 0, 0, 0, (S - 1) // K
     for i in range(S):
-        b, k, top = i // K, i % K, (S - 1) // K
+        b, k = i // K, i % K
         later = min(S - 1 - b * K, K - 1) - k
         rows += 2 + (k + 2 + (b > 0)) + (later + 5 + 2 * (b < top))         # append; site read; gather, and its fp32 accumulator
+        own, old = own + k + 1, old + K * (top - b)
         if k == 0:                                          # block read; push, with an fp32 accumulator written and read; query
-            rows += (b * K + K) * (b > 0) + b * K * (3 + 2 * (b < top)) + K * (b > 0) + min(b * K + K, S)
-    scores = 4 * BT * H * K * sum(K * (b + 1) for b in range((S - 1) // K + 1))
-    return rows * row + 5 * scores
+            rows += (b * K + min(K, S - i)) * (b > 0) + b * K * (3 + 2 * (b < top)) + K * (b > 0) + min(b * K + K, S)
+    return rows * row + BT * H * (12 * (own + old) + 4 * (S * K + old))     # a score is written and read twice, fp32; its dx once, bf16
 
 def milliseconds(f, captured=True, repeats=10):
     """Median GPU time of f, replayed as a CUDA graph or called, and the memory it adds at its peak, in bytes."""
