@@ -28,7 +28,8 @@ that backward, and a read and write of an fp32 gradient for each. Two facts save
     sites come in blocks     K = 16 of them share one read of the sources before their block; likewise in backward
                              their gradients reach those sources together, one read and write of the fp32 gradient a block
 
-    forward    append      V[n] = s_n, y = s_n w^T for the sites of its block and of all later ones (r_n follows in the site read)
+    forward    score       V[n] = s_n, and its products with the w of its block's sites (r_n follows in the site read)
+               score       at a block's first site: of the block before, with the w of all later sites
                block read  at a block's first site: the K sites' mixes of the older sources, by online softmax
                site read   that share, plus the sources that arrived inside the block
     backward   gather      site k: D_h = do_h . out_h instead of the sum (flash-attention's trick), then the whole gradient of the
@@ -220,18 +221,20 @@ def old(p_z, block, BT, H: tl.constexpr, K: tl.constexpr):
     return p_z + (K * (block * (block - 1) // 2)).to(tl.int64) * H * BT * K
 
 @triton.jit(do_not_specialize=INTS)
-def append_kernel(p_s, p_v, p_y, p_z, p_w, p_low, BT, n, top, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr,
-                  K: tl.constexpr, TT: tl.constexpr, F32: tl.constexpr):
-    """V[n] = s, and its scores for the sites of its own block and of all later ones."""
+def score_kernel(p_s, p_v, p_y, p_w, p_low, BT, n, top, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr,
+                 K: tl.constexpr, TT: tl.constexpr, F32: tl.constexpr, OWN: tl.constexpr):
+    """OWN: V[n] = s, and Y, the scores of source n for its own block. Else Z, those of sources n .. n+K-1 of s = V for later blocks."""
     o_t, o_k, h = (tl.program_id(0) // H).to(tl.int64) * TT + tl.arange(0, TT), tl.arange(0, K), tl.program_id(0) % H
-    block, m_t, m_own = n // K + tl.program_id(1), o_t < BT, o_t < tl.where(tl.program_id(1) == 0, BT, 0)
-    y = tl.zeros([TT, K], tl.float32)
+    block, m_t, y, row = n // K, o_t < BT, tl.zeros([TT, K], tl.float32), o_t
+    if not OWN:
+        block, row = block + 1 + tl.program_id(2), o_t + (n + tl.program_id(1)) * BT.to(tl.int64)
     for c in range(0, DH, C):
         o_c = c + tl.arange(0, C)
         m_c = o_c < DH
-        o, mask = o_t[:, None] * D + h * DH + o_c[None, :], m_t[:, None] & m_c[None, :]
+        o, mask = row[:, None] * D + h * DH + o_c[None, :], m_t[:, None] & m_c[None, :]
         b_s = tl.load(p_s + o, mask=mask, other=0.0)                                                                   # [TT, C]
-        tl.store(p_v + o, b_s, mask=m_own[:, None] & m_c[None, :])
+        if OWN:
+            tl.store(p_v + o, b_s, mask=mask)
         o_w = (block * K + o_k)[None, :] * D + h * DH + o_c[:, None]                                                   # [C, K]
         b_w = tl.load(p_w + o_w, mask=m_c[:, None], other=0.0)
         if F32:                                              # a sum of sums: added, the compiler would make it one long chain
@@ -239,9 +242,13 @@ def append_kernel(p_s, p_v, p_y, p_z, p_w, p_low, BT, n, top, D: tl.constexpr, H
         else:                                                # the low bits of w matter: a second product for them
             y += dot(b_s, b_w, F32, p_v.dtype.element_ty)
             y += dot(b_s, tl.load(p_low + o_w, mask=m_c[:, None], other=0.0), F32, p_v.dtype.element_ty)
-    m_k, o_z = (o_k >= n % K) & (block * K + o_k <= top), ((n.to(tl.int64) * H + h) * BT + o_t)[:, None] * K + o_k[None, :]
-    tl.store(own(p_y, block, o_k, n % K, BT, H, K)[None, :] + o_t[:, None] * H + h, y, mask=m_own[:, None] & m_k[None, :])
-    tl.store(old(p_z, block, BT, H, K) + o_z, y, mask=(m_t & (m_own == 0))[:, None])
+    if OWN:
+        m_k = (o_k >= n % K) & (block * K + o_k <= top)
+        p_yk = own(p_y, block, o_k, n % K, BT, H, K)[None, :] + o_t[:, None] * H + h
+        tl.store(p_yk, y, mask=m_t[:, None] & m_k[None, :])
+    else:
+        o_z = (((n + tl.program_id(1)).to(tl.int64) * H + h) * BT + o_t)[:, None] * K + o_k[None, :]
+        tl.store(old(p_y, block, BT, H, K) + o_z, y, mask=m_t[:, None])
 
 @triton.jit(do_not_specialize=INTS)
 def block_read_kernel(p_v, p_r, p_z, p_part, p_m, p_l, BT, block, k_end, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr,
@@ -472,7 +479,7 @@ class History:
         self.site_read = dict(base, HP=HP, CW=CW, TT=max(1, TT // 2), num_warps=warps)
         self.gather = dict(self.site_read, TT=max(1, TT), maxnreg=168 if TT > 1 else 128)
         C = min(128, max(16, P2))
-        self.append = dict(base, C=min(C, 64), TT=128, F32=F32, num_warps=4)
+        self.score = dict(base, C=min(C, 64), TT=128, F32=F32, num_warps=4)
         self.query = dict(base, C=min(C, 64), TT=64, F32=F32, num_warps=2)
         self.block_read = dict(base, C=C, F32=F32, num_warps=1)
         C = 32 if DH % 64 == 32 else C                       # 160 = 5 x 32
@@ -482,9 +489,11 @@ class History:
     def read(self, s, i):
         """Appends source i and returns the read of site i, [BT, D]."""
         BT, H, block, k, out = self.BT, self.H, i // K, i % K, torch.empty_like(s)
-        grid = (triton.cdiv(BT, self.append["TT"]) * H, self.stat.size(0) // K - block)
-        append_kernel[grid](s, self.v[i], self.y, self.z, self.w, self.low, BT, i, self.S - 1, **self.append)
+        tiles, state = triton.cdiv(BT, self.score["TT"]) * H, (self.w, self.low, BT)
+        score_kernel[tiles,](s, self.v[i], self.y, *state, i, self.S - 1, OWN=True, **self.score)
         if k == 0 and block:
+            grid = (tiles, K, self.stat.size(0) // K - block)
+            score_kernel[grid](self.v, self.v, self.z, *state, i - K, self.S - 1, OWN=False, **self.score)
             grid = (BT * H, triton.cdiv(self.D // H, self.block_read["C"]))
             block_read_kernel[grid](self.v, self.r, self.z, self.part, self.m0, self.l0, BT, block, min(K, self.S - i), **self.block_read)
         grid = (triton.cdiv(BT, self.site_read["TT"]),)
@@ -666,7 +675,7 @@ def moved(S, BT, D, H):
     for i in range(S):
         b, k = i // K, i % K
         later = min(S - 1 - b * K, K - 1) - k
-        rows += 2 + (k + 2 + (b > 0)) + (later + 5 + 2 * (b < top))         # append; site read; gather, and its fp32 accumulator
+        rows += 2 + (b < top) + (k + 2 + (b > 0)) + (later + 5 + 2 * (b < top))          # score; site read; gather, and its fp32 accumulator
         own, old = own + k + 1, old + K * (top - b)
         if k == 0:                                          # block read; push, with an fp32 accumulator written and read; query
             rows += (b * K + min(K, S - i)) * (b > 0) + b * K * (3 + 2 * (b < top)) + K * (b > 0) + min(b * K + K, S)
