@@ -181,15 +181,17 @@ def route(sources, q, g, H, eps=1e-6):
     sources' dtype (fp32, bf16 or fp16; fp32 inside, rounded once). Once differentiable. Needs CUDA, or TRITON_INTERPRET=1.
     Raises ValueError, with the numbers, for shapes, dtypes or devices that do not fit.
     """
-    sources = (sources,) if torch.is_tensor(sources) else tuple(sources)
-    if not sources or sources[0].dim() == 4 and len(sources[0]) == 0:
+    if len(sources) == 0:
         raise ValueError("a depth read needs at least one source, got none")
+    rank, sources = (4, (sources,)) if torch.is_tensor(sources) else (3, tuple(sources))
+    if sources[0].dim() != rank:
+        raise ValueError(f"sources must be one [N, B, T, D] or a list of [B, T, D], got {tuple(sources[0].shape)}")
     one, D = sources[0], sources[0].size(-1)
     if any(s.shape != one.shape or s.dtype != one.dtype for s in sources):
         raise ValueError(f"sources must agree in shape and dtype, got {sorted({(tuple(s.shape), str(s.dtype)) for s in sources})}")
     if q.shape != (D,) or g.shape != (D,):
         raise ValueError(f"q and g must have shape ({D},), the sources' width; got {tuple(q.shape)} and {tuple(g.shape)}")
-    if H < 1 or D % H:
+    if not isinstance(H, int) or H < 1 or D < 1 or D % H:
         raise ValueError(f"{H} routing heads do not divide the width {D}")
     if len(devices := {t.device for t in (*sources, q, g)}) > 1:
         raise ValueError(f"all tensors must be on one device, got {sorted(map(str, devices))}")
@@ -251,8 +253,8 @@ def score_kernel(p_s, p_v, p_y, p_w, p_low, BT, n, top, D: tl.constexpr, H: tl.c
         tl.store(old(p_y, block, BT, H, K) + o_z, y, mask=m_t[:, None])
 
 @triton.jit(do_not_specialize=INTS)
-def block_read_kernel(p_v, p_r, p_z, p_part, p_m, p_l, BT, block, k_end, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr,
-                      K: tl.constexpr, F32: tl.constexpr):
+def block_read_kernel(p_v, p_r, p_z, p_part, p_m, p_l, BT, block, k_end, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr,
+                      C: tl.constexpr, K: tl.constexpr, F32: tl.constexpr):
     """The K sites' mixes of the old sources, one token and head a program: flash-attention over depth, sites as queries."""
     t, h, o_k = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H, tl.arange(0, K)
     o_c = tl.program_id(1) * C + tl.arange(0, C)
@@ -353,8 +355,8 @@ def site_read_kernel(p_s, p_v, p_r, p_y, p_part, p_m0, p_l0, p_out, p_stat, BT, 
     tl.store(p_statk + H, 1.0 / l, mask=m_th)
 
 @triton.jit(do_not_specialize=INTS)
-def gather_kernel(p_grad, p_out, p_v, p_r, p_y, p_dx, p_w, p_do, p_stat, p_acc, p_c, p_ds, BT, block, k, k_end, D: tl.constexpr, H: tl.constexpr,
-                  DH: tl.constexpr, HP: tl.constexpr, CW: tl.constexpr, K: tl.constexpr, TT: tl.constexpr,
+def gather_kernel(p_grad, p_out, p_v, p_r, p_y, p_dx, p_w, p_do, p_stat, p_acc, p_c, p_ds, BT, block, k, k_end, D: tl.constexpr,
+                  H: tl.constexpr, DH: tl.constexpr, HP: tl.constexpr, CW: tl.constexpr, K: tl.constexpr, TT: tl.constexpr,
                   PUSHED: tl.constexpr):
     """
     Site k of the block gets its gradient: keeps it and D_h = do_h . out_h. That completes the gradient of source bK+k, from the sites
@@ -446,7 +448,7 @@ def query_kernel(p_v, p_dx, p_dw, BT, block, top, D: tl.constexpr, H: tl.constex
         m_t = o_t < BT
         mask, p_vn = m_t[:, None] & (o_c < DH)[None, :], p_v + o_t[:, None] * D + h * DH + o_c[None, :]
         p_dxn = p_dx + h * rows * K + o_k[:, None] + o_t[None, :] * K
-        for n in range(tl.minimum(block * K + K - 1, top) + 1):
+        for _ in range(tl.minimum(block * K + K - 1, top) + 1):
             b_x = tl.load(p_dxn, mask=m_t[None, :], other=0.0)                                                         # [K, TT]
             acc += dot(b_x, tl.load(p_vn, mask=mask, other=0.0), F32, p_v.dtype.element_ty)
             p_dxn += rows * H * K
@@ -461,7 +463,7 @@ class History:
         (S, D), BT, new = w.shape, s[..., 0].numel(), functools.partial(torch.empty, device=s.device, dtype=torch.float32)
         self.S, self.D, self.H, self.BT, self.eps, self.shape, blocks = S, D, H, BT, eps, s.shape[:-1], -(-S // K)
         F32 = s.dtype == torch.float32 or triton.knobs.runtime.interpret     # (the interpreter's bf16 products are unreliable)
-        w = torch.nn.functional.pad(w.detach(), (0, 0, 0, blocks * K - S))
+        w = torch.nn.functional.pad(w.detach(), (0, 0, 0, blocks * K - S)).contiguous()
         self.w = w if F32 else w.to(s.dtype)
         self.low = w if F32 else (w - self.w).to(s.dtype)
         last = S - K * (blocks - 1)                          # sites of the last block
@@ -469,7 +471,7 @@ class History:
         self.y = new((blocks - 1) * K * (K + 1) // 2 + last * (last + 1) // 2, BT, H)
         self.stat = new(blocks * K + 1, BT, 3, H)            # of a site: m, max of its scores; 1 / sum of exp(x - m); in backward D_h
         self.part, self.m0, self.l0 = new(K, BT, D, dtype=s.dtype), new(K, BT, H), new(K, BT, H)
-        self.top = None                                      # the last site whose gradient arrived, once backward has begun
+        self.begun, self.top = False, None                   # backward; the last site whose gradient arrived
         DH, self.dtype = D // H, s.dtype
         # tiles as measured on an H200: rows in chunks of 128 numbers a warp; C columns at a time elsewhere
         HP, base, P2, warps = triton.next_power_of_2(H), dict(D=D, H=H, DH=DH, K=K), triton.next_power_of_2(DH), -(-D // 1024)
@@ -524,7 +526,7 @@ class History:
             query_kernel[len(dw), H, chunks](self.v, self.dx, dw, BT, block, self.top, **self.query)
             dw = dw.sum(0)[:min(K, self.S - block * K)]
         if i == 0:                                           # done, though the loss may keep the graph
-            self.v = self.r = self.y = self.z = self.dx = self.stat = self.m0 = self.l0 = self.acc = self.c = self.do = self.w = self.low = None
+            vars(self).update(dict.fromkeys("v r y z w low stat m0 l0 do acc c dx".split()))
         return ds, dw
 
 class BlockedRead(torch.autograd.Function):
@@ -545,7 +547,9 @@ class BlockedRead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, token):
-        (out,), history = ctx.saved_tensors, ctx.history
+        history = ctx.history
+        history.begun = True                                 # before what was saved: activation checkpointing recomputes it now
+        out, = ctx.saved_tensors
         if (history.top is None) != (token is None) or history.top is not None and ctx.i >= history.top:
             raise RuntimeError("a backward has already gone through this forward's fused reads; a second one needs kernel='eager'")
         with on(out.device):
@@ -559,7 +563,7 @@ def blocked_router(q, g, H, eps=1e-6):
     the read of site i over sources 0 .. i. Same values as `route`, each source scored once and K sites to one read of the old ones.
     One backward per forward. Raises ValueError, with the numbers, for shapes, dtypes or devices that do not fit.
     """
-    if q.dim() != 2 or q.shape != g.shape or H < 1 or q.size(1) % H:
+    if q.dim() != 2 or q.shape != g.shape or not isinstance(H, int) or H < 1 or q.size(1) < 1 or q.size(1) % H:
         raise ValueError(f"q and g must be [sites, D] with D a multiple of H = {H}; got {tuple(q.shape)} and {tuple(g.shape)}")
     if q.device != g.device:
         raise ValueError(f"q and g must be on one device, got {q.device} and {g.device}")
@@ -568,6 +572,8 @@ def blocked_router(q, g, H, eps=1e-6):
     @torch.compiler.disable
     def step(s):
         nonlocal history, token, i
+        if history and history.begun:
+            raise RuntimeError("this forward's backward has begun: no reads now, nor one again (checkpoint whole forwards, or use `route`)")
         if reason := unsupported(s.device, s.dtype):
             raise ValueError(f"the router cannot run here: {reason}; mhar.route_ref can")
         want = (*(history.shape if history else s.shape[:-1]), q.size(1)), q.device, history.dtype if history else s.dtype
@@ -675,7 +681,7 @@ def moved(S, BT, D, H):
     for i in range(S):
         b, k = i // K, i % K
         later = min(S - 1 - b * K, K - 1) - k
-        rows += 2 + (b < top) + (k + 2 + (b > 0)) + (later + 5 + 2 * (b < top))          # score; site read; gather, and its fp32 accumulator
+        rows += 2 + (b < top) + (k + 2 + (b > 0)) + (later + 5 + 2 * (b < top))          # score; site read; gather, fp32 accumulator
         own, old = own + k + 1, old + K * (top - b)
         if k == 0:                                          # block read; push, with an fp32 accumulator written and read; query
             rows += (b * K + min(K, S - i)) * (b > 0) + b * K * (3 + 2 * (b < top)) + K * (b > 0) + min(b * K + K, S)
@@ -707,7 +713,8 @@ def cost(only):
     """Prints GPU time of all reads of a microbatch, forward and backward, at the paper's sizes, beside the machine's two ceilings."""
     from mhar import route_ref
     x, m = torch.empty(2, 2**32, dtype=torch.uint8, device="cuda"), torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    copy, matmul = 2**33 / milliseconds(lambda: x[0].copy_(x[1]), captured=False)[0] / 1e9, 2 * 8192**3 / milliseconds(lambda: m @ m)[0] / 1e9
+    copy = 2**33 / milliseconds(lambda: x[0].copy_(x[1]), captured=False)[0] / 1e9
+    matmul = 2 * 8192**3 / milliseconds(lambda: m @ m)[0] / 1e9
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}; copy {copy:.2f} TB/s, bf16 matmul "
           f"{matmul:.0f} TFLOP/s\n{'scale':6}{'H':>3}  {'reads':28}{'ms':>8}{'peak GB':>9}{'GB moved':>10}{'TB/s':>7}", flush=True)
     for scale, (S, T, D) in {"100m": (25, 16384, 512), "350m": (49, 4096, 1024), "1b": (73, 2048, 1280)}.items():

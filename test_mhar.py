@@ -408,9 +408,21 @@ def test_route_edges():
         step = route_kernel.blocked_router(Q, G, 2)
     with pytest.raises(RuntimeError, match="read 0 runs with gradient, the router was made without"):
         step(x)
-    for args, words in (((V, q, g, 5), "5 .* 32"), ((V, q[:8], g, 4), "32"), ((V.double(), q, g, 4), "float64"), (([], q, g, 4), "at least one")):
+    for args, words in (((V, q, g, 5), "5 .* 32"), ((V, q[:8], g, 4), "32"), ((V.double(), q, g, 4), "float64"), (([], q, g, 4), "at least one"),
+                        (([V, V], q, g, 4), "list of .* got .5, 2, 4, 32"), ((V[0], q, g, 4), "got .2, 4, 32"), ((V, q, g, 4.0), "4.0 .* 32")):
         with pytest.raises(ValueError, match=words):
             route_kernel.route(*args)
+    z = torch.randn(16, 16, device=DEVICE)                  # a whole block of queries, transposed
+    step, x = route_kernel.blocked_router(z.t(), torch.ones_like(z), 2), torch.randn(16, 1, 1, 16, device=DEVICE)
+    assert rel([step(s) for s in x][-1], route_ref(x, z[:, -1], torch.ones_like(z[0]), 2)) < 1e-6
+    checkpointed = route_kernel.blocked_router(Q, G, 2)     # each read by itself: recomputed when the backward has begun
+    outs = [torch.utils.checkpoint.checkpoint(checkpointed, s[..., :8].requires_grad_(), use_reentrant=False) for s in x[:2]]
+    with pytest.raises(RuntimeError, match="backward has begun"):
+        sum(o.square().sum() for o in outs).backward()
+    step = route_kernel.blocked_router(Q, G, 2)
+    step(x[0, ..., :8].clone().requires_grad_()).sum().backward()
+    with pytest.raises(RuntimeError, match="backward has begun"):
+        step(x[1, ..., :8])
 
 def test_kernel_choice(monkeypatch):
     cpu, fp32 = torch.device("cpu"), torch.float32

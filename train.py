@@ -261,12 +261,8 @@ def build(args, config, state, device, dtype):
     return model.to(device, dtype)
 
 def captured(forward_backward, model, batch, alone):
-    """
-    One microbatch's forward and backward as a CUDA graph, which spares the launches; and the bytes that only the graph holds.
-    It adds to the gradients; one that is alone in its step writes them.
-    """
-    x, y = (z.clone() for z in batch)
-    side = torch.cuda.Stream()
+    """Forward and backward of a microbatch as a CUDA graph: it adds to the gradients or, alone in its step, writes them; and its bytes."""
+    x, y, side = *(z.clone() for z in batch), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):                                  # compiles, and makes the gradients that the graph adds to
@@ -290,7 +286,6 @@ def stepper(args, model, optimizer, autocast, batch):
     -> step(microbatches, lr), one update, which returns the loss and the gradient's norm before clipping as tensors on the device, waiting
     for nothing; and the bytes that its CUDA graph holds beside PyTorch's count. batch: any microbatch, on the device.
     """
-    # the fused router and sharding are no code for the compiler, and the baseline is faster so too
     head, around = model.head, args.compile and (args.fused or args.fsdp or model.config.mode == "baseline")
     def objective(h, targets):                              # in training the logits stay inside: handed out, they would get a gradient
         logits, loss = head(h, targets)
@@ -298,14 +293,13 @@ def stepper(args, model, optimizer, autocast, batch):
         return loss.detach(), loss + z
     compiled = torch.compile(objective) if around else objective
     model.head = lambda h, targets=None: head(h) if targets is None else compiled(h, targets)
-    if around:
+    if around:                                              # a router and shards are no code for the compiler; a baseline is faster so
         for f in (f for block in model.blocks for f in (block.attn, block.mlp)):
             f.forward = torch.compile(f.forward)
         if isinstance(model.residual, DeltaRouting):
             model.residual.graft = torch.compile(model.residual.graft)      # else it keeps an fp32 copy of each read
     elif args.compile:
         model.compile()                                     # in place: no wrapper, so no prefix in the state dict
-
     def forward_backward(x, y):
         with autocast(model):
             loss, full_loss = model(x, y)
@@ -582,13 +576,11 @@ def main(argv=None):
         if "RANK" in os.environ and not dist.is_initialized():
             dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(hours=1))      # a long save
         rank, size = world()
-        if kind == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else None
         if args.data == DEFAULT_DATA and not os.path.exists(args.data) and rank == 0:
             print("preparing the default corpus, the Python standard library's own sources", flush=True)
             prepare_data.main(["--out", args.data, "--val_frac", "0.05"])
-        if size > 1:
-            dist.barrier()
+        dist.barrier() if size > 1 else None
         runs = [settings(args, spec, out) for spec, out in zip(args.mode.split(","), outs)]
         device, dtype = torch.device(kind), args.param_dtype if kind != "cuda" else "bfloat16"
         dtype = getattr(torch, dtype if args.dtype == "auto" else args.dtype)
