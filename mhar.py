@@ -243,7 +243,8 @@ class HyperConnections(nn.Module):
                 if i == self.n_site:
                     return X32.sum(2).to(x.dtype)
                 A, b = self.maps(X32, i)
-                mix = (A.mT @ X32).to(x.dtype)                              # [B, T, 1+n, D]
+                mix = sum(A[:, :, m, :, None] * X32[:, :, m, None] for m in range(self.n))    # A^T X: a sum fuses
+                mix = mix.to(x.dtype)                                       # [B, T, 1+n, D]
             X = mix[:, :, 1:]
             return mix[:, :, 0]
         return step
