@@ -24,7 +24,7 @@ taken per program and then added up in a fixed order: no atomics, two runs are b
 All S reads of a forward, by the blocked router. Site by site, read i takes all its i+1 sources from memory: S^2/2 rows forward, twice
 that backward, and a read and write of an fp32 gradient for each. Two facts save most of it:
 
-    queries are parameters   the score of a source at every later site is a matrix product, made once, when the source arrives
+    queries are parameters   the scores of a source at all later sites are matrix products, made once and for many tokens together
     sites come in blocks     K = 16 of them share one read of the sources before their block; likewise in backward
                              their gradients reach those sources together, one read and write of the fp32 gradient a block
 
@@ -502,7 +502,7 @@ class History:
         site_read_kernel[grid](s, self.v, self.r, self.y, self.part[k], self.m0[k], self.l0[k], out, self.stat[i], BT, block, k, self.eps,
                                **self.site_read)
         if i == self.S - 1:
-            self.part = None                                 # frees it before the loss needs the most memory
+            self.part = self.m0 = self.l0 = None             # freed before the loss needs the most memory
         return out
 
     def read_backward(self, do, out, i):
@@ -526,7 +526,7 @@ class History:
             query_kernel[len(dw), H, chunks](self.v, self.dx, dw, BT, block, self.top, **self.query)
             dw = dw.sum(0)[:min(K, self.S - block * K)]
         if i == 0:                                           # done, though the loss may keep the graph
-            vars(self).update(dict.fromkeys("v r y z w low stat m0 l0 do acc c dx".split()))
+            vars(self).update(dict.fromkeys("v r y z w low stat part m0 l0 do acc c dx".split()))
         return ds, dw
 
 class BlockedRead(torch.autograd.Function):
