@@ -823,11 +823,14 @@ def data(tmp_path_factory):
 def argv(data, out, *flags, mode="mhar"):
     return ["--data", data, "--mode", mode, "--out", str(out), *TINY, *map(str, flags)]
 
+def short_samples(patch, generate=GPT.generate):
+    """The sample at the end of a short run takes a third of its time."""
+    patch.setattr(GPT, "generate", lambda model, idx, n, **k: generate(model, idx, 5, **k))
+
 def run(*args, **k):
-    """Trains and returns the log; the sample at the end, a third of the time, is short. Takes what `argv` takes."""
+    """Trains and returns the log. Takes what `argv` takes."""
     with pytest.MonkeyPatch.context() as patch:
-        generate = GPT.generate
-        patch.setattr(GPT, "generate", lambda model, idx, n, **k: generate(model, idx, 5, **k))
+        short_samples(patch)
         train.main(argv(*args, **k))
     return train.read_log(args[1])
 
@@ -1025,7 +1028,8 @@ def test_flags_switch_off_and_odd_ones_are_errors(data, capsys):
             train.main(["--data", data, *flag])
         assert e.value.code == 2 and flag[0].split("=")[0] in capsys.readouterr().err
 
-def test_several_modes_share_their_settings_and_end_with_the_paired_table(data, tmp_path, capsys):
+def test_several_modes_share_their_settings_and_end_with_the_paired_table(data, tmp_path, capsys, monkeypatch):
+    short_samples(monkeypatch)
     run(data, tmp_path / "baseline", "--max_iters", 4, "--eval_interval", 1, mode="baseline")
     flags = ["--data", data, "--mode", "baseline,hyper,attnres,mhar:4", "--out", str(tmp_path), "--resume"]
     train.main(flags)                                       # modes that had not started take the settings of the one that had
