@@ -48,7 +48,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-INTS = ["BT", "N", "n", "first", "block", "k", "k_end", "top"]    # one compiled kernel whatever their values
+INTS = ["BT", "N", "n", "block", "k", "k_end", "top"]    # one compiled kernel whatever their values
 
 @triton.jit
 def inverse_root(x):
@@ -222,14 +222,22 @@ def own(p_y, block, site, n, BT, H: tl.constexpr, K: tl.constexpr):
 def old(p_z, block, BT, H: tl.constexpr, K: tl.constexpr):
     return p_z + (K * (block * (block - 1) // 2)).to(tl.int64) * H * BT * K
 
+@triton.jit
+def entry(n, h, t, o_k, BT, H: tl.constexpr, K: tl.constexpr):
+    """Where the scores of source n stand in Z or in dx r, for sources or tokens by sites."""
+    return ((n.to(tl.int64) * H + h) * BT + t)[:, None] * K + o_k[None, :]
+
 @triton.jit(do_not_specialize=INTS)
 def score_kernel(p_s, p_v, p_y, p_w, p_low, BT, n, top, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr,
                  K: tl.constexpr, TT: tl.constexpr, F32: tl.constexpr, OWN: tl.constexpr):
     """OWN: V[n] = s, and Y, the scores of source n for its own block. Else Z, those of sources n .. n+K-1 of s = V for later blocks."""
     o_t, o_k, h = (tl.program_id(0) // H).to(tl.int64) * TT + tl.arange(0, TT), tl.arange(0, K), tl.program_id(0) % H
-    block, m_t, y, row = n // K, o_t < BT, tl.zeros([TT, K], tl.float32), o_t
-    if not OWN:
-        block, row = block + 1 + tl.program_id(2), o_t + (n + tl.program_id(1)) * BT.to(tl.int64)
+    m_t, y = o_t < BT, tl.zeros([TT, K], tl.float32)
+    if OWN:
+        block, row = n // K, o_t
+    else:
+        n += tl.program_id(1)
+        block, row = n // K + 1 + tl.program_id(2), n * BT.to(tl.int64) + o_t
     for c in range(0, DH, C):
         o_c = c + tl.arange(0, C)
         m_c = o_c < DH
@@ -249,8 +257,7 @@ def score_kernel(p_s, p_v, p_y, p_w, p_low, BT, n, top, D: tl.constexpr, H: tl.c
         p_yk = own(p_y, block, o_k, n % K, BT, H, K)[None, :] + o_t[:, None] * H + h
         tl.store(p_yk, y, mask=m_t[:, None] & m_k[None, :])
     else:
-        o_z = (((n + tl.program_id(1)).to(tl.int64) * H + h) * BT + o_t)[:, None] * K + o_k[None, :]
-        tl.store(old(p_y, block, BT, H, K) + o_z, y, mask=m_t[:, None])
+        tl.store(old(p_y, block, BT, H, K) + entry(n, h, o_t, o_k, BT, H, K), y, mask=m_t[:, None])
 
 @triton.jit(do_not_specialize=INTS)
 def block_read_kernel(p_v, p_r, p_z, p_part, p_m, p_l, BT, block, k_end, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr,
@@ -263,8 +270,7 @@ def block_read_kernel(p_v, p_r, p_z, p_part, p_m, p_l, BT, block, k_end, D: tl.c
     for tile in range(block):
         n = tile * K + o_k                                                                                             # [K] sources
         o_n = n.to(tl.int64) * BT + t
-        o_z = ((n.to(tl.int64) * H + h) * BT + t)[:, None] * K + o_k[None, :]                                          # [sources, sites]
-        x = tl.load(old(p_z, block, BT, H, K) + o_z) * tl.load(p_r + o_n)[:, None]
+        x = tl.load(old(p_z, block, BT, H, K) + entry(n, h, t, o_k, BT, H, K)) * tl.load(p_r + o_n)[:, None]           # [sources, sites]
         b_v = tl.load(p_v + o_n[:, None] * D + h * DH + o_c[None, :], mask=(o_c < DH)[None, :], other=0.0)             # [K, C]
         m_new = tl.maximum(m, tl.max(x, 0))
         scale, p = tl.exp(m - m_new), tl.exp(x - m_new[None, :])                                                       # [K], [K, K]
@@ -277,7 +283,7 @@ def block_read_kernel(p_v, p_r, p_z, p_part, p_m, p_l, BT, block, k_end, D: tl.c
     tl.store(p_m + o, m, mask=first)
     tl.store(p_l + o, l, mask=first)
 
-# A row of every head, in chunks of CW columns: tuples of [tt, HP, CW]. So 160 columns take 10 x 16 lanes and not 256.
+# A row of every head, in chunks of CW columns: tuples of [tt, HP, CW]. So 160 columns take 5 x 32 lanes and not 256.
 @triton.jit
 def columns(mask, c, DH: tl.constexpr, CW: tl.constexpr):
     return mask if DH % CW == 0 else mask & (c * CW + tl.arange(0, CW) < DH)[None, None, :]
@@ -326,8 +332,8 @@ def site_read_kernel(p_s, p_v, p_r, p_y, p_part, p_m0, p_l0, p_out, p_stat, BT, 
     m_t, m_h, rows, first = o_t < BT, o_h < H, BT.to(tl.int64), block * K
     m_th, mask = m_t[:, None] & m_h[None, :], m_t[:, None, None] & m_h[None, :, None] & (o_c < DH)[None, None, :]
     o, o_th = o_t[:, None, None] * D + o_h[None, :, None] * DH + o_c[None, None, :], o_t[:, None] * H + o_h[None, :]
-    b_s = load_row(p_s + o, mask, DH, CW)                                                                              #    [TT, HP, CW]
-    r = inverse_root(tl.sum(inner(b_s, b_s), 1) / D + eps)                                                         # [TT]
+    b_s = load_row(p_s + o, mask, DH, CW)                                                                              # [TT, HP, CW]
+    r = inverse_root(tl.sum(inner(b_s, b_s), 1) / D + eps)                                                             # [TT]
     tl.store(p_r + (first + k) * rows + o_t, r, mask=m_t)
     p_yn = own(p_y, block, k, 0, BT, H, K) + o_th
     m = tl.load(p_yn + k * rows * H, mask=m_th, other=0.0) * r[:, None]                                                # [TT, HP]
@@ -366,9 +372,9 @@ def gather_kernel(p_grad, p_out, p_v, p_r, p_y, p_dx, p_w, p_do, p_stat, p_acc, 
     m_t, m_h, rows, n = o_t < BT, o_h < H, BT.to(tl.int64), block * K + k
     m_th, mask = m_t[:, None] & m_h[None, :], m_t[:, None, None] & m_h[None, :, None] & (o_c < DH)[None, None, :]
     o, o_th = o_t[:, None, None] * D + o_h[None, :, None] * DH + o_c[None, None, :], o_t[:, None] * H + o_h[None, :]
-    b_v, b_do = load_row(p_v + n * rows * D + o, mask, DH, CW), load_row(p_grad + o, mask, DH, CW)                     #    [TT, HP, CW]
+    b_v, b_do = load_row(p_v + n * rows * D + o, mask, DH, CW), load_row(p_grad + o, mask, DH, CW)                     # [TT, HP, CW]
     store_row(p_do + k * rows * D + o, b_do, mask, DH, CW)
-    delta = inner(b_do, load_row(p_out + o, mask, DH, CW))                                                         # [TT, HP]
+    delta = inner(b_do, load_row(p_out + o, mask, DH, CW))                                                             # [TT, HP]
     p_statj = p_stat + k * rows * 3 * H + o_t[:, None] * 3 * H + o_h[None, :]
     tl.store(p_statj + 2 * H, delta, mask=m_th)
     r = tl.load(p_r + n * rows + o_t, mask=m_t, other=0.0)[:, None]
@@ -416,7 +422,7 @@ def push_kernel(p_v, p_r, p_z, p_dx, p_w, p_do, p_stat, p_acc, p_c, BT, block, k
             b_v = tl.load(p_v + o_n[:, None] * D + h * DH + o_c[None, :], mask=(o_c < DH)[None, :], other=0.0)
             b_do = tl.load(p_dok[None, :] + o_c[:, None], mask=m_k[None, :] & (o_c < DH)[:, None], other=0.0)         # [C, K]
             P += dot(b_v, b_do, F32, p_v.dtype.element_ty)
-        o_z, r = ((n.to(tl.int64) * H + h) * BT + t)[:, None] * K + o_k[None, :], tl.load(p_r + o_n)[:, None]
+        o_z, r = entry(n, h, t, o_k, BT, H, K), tl.load(p_r + o_n)[:, None]
         x = tl.load(old(p_z, block, BT, H, K) + o_z) * r
         a = tl.where(m_k[None, :], tl.exp(x - m) * inv, 0.0)
         dx = a * (P - delta)
@@ -474,10 +480,10 @@ class History:
         self.begun, self.top = False, None                   # backward; the last site whose gradient arrived
         DH, self.dtype = D // H, s.dtype
         # tiles as measured on an H200: rows in chunks of 128 numbers a warp; C columns at a time elsewhere
-        HP, base, P2, warps = triton.next_power_of_2(H), dict(D=D, H=H, DH=DH, K=K), triton.next_power_of_2(DH), -(-D // 1024)
-        CW = max(16, P2 // 16, min(P2, 128 * triton.next_power_of_2(warps) // HP))
-        row = HP * CW * -(-DH // CW)                         # numbers, padding included
-        warps, TT = min(16, triton.next_power_of_2(-(-row // 1024))), 1024 // triton.next_power_of_2(row)
+        HP, base, P2 = triton.next_power_of_2(H), dict(D=D, H=H, DH=DH, K=K), triton.next_power_of_2(DH)
+        CW = max(16, P2 // 16, min(P2, 128 * triton.next_power_of_2(triton.cdiv(D, 1024)) // HP))
+        row = HP * CW * triton.cdiv(DH, CW)                  # numbers, padding included
+        warps, TT = min(16, triton.next_power_of_2(triton.cdiv(row, 1024))), 1024 // triton.next_power_of_2(row)
         self.site_read = dict(base, HP=HP, CW=CW, TT=max(1, TT // 2), num_warps=warps)
         self.gather = dict(self.site_read, TT=max(1, TT), maxnreg=168 if TT > 1 else 128)
         C = min(128, max(16, P2))
@@ -494,7 +500,7 @@ class History:
         tiles, state = triton.cdiv(BT, self.score["TT"]) * H, (self.w, self.low, BT)
         score_kernel[tiles,](s, self.v[i], self.y, *state, i, self.S - 1, OWN=True, **self.score)
         if k == 0 and block:
-            grid = (tiles, K, self.stat.size(0) // K - block)
+            grid = (tiles, K, triton.cdiv(self.S, K) - block)
             score_kernel[grid](self.v, self.v, self.z, *state, i - K, self.S - 1, OWN=False, **self.score)
             grid = (BT * H, triton.cdiv(self.D // H, self.block_read["C"]))
             block_read_kernel[grid](self.v, self.r, self.z, self.part, self.m0, self.l0, BT, block, min(K, self.S - i), **self.block_read)
@@ -677,15 +683,15 @@ def check(cases, workers):
 
 def moved(S, BT, D, H):
     """Bytes that the blocked router must move for bf16 sources, each counted once a kernel, as the header's table."""
-    row, rows, own, old, top = 2 * BT * D, 0, 0, 0, (S - 1) // K
+    row, rows, y, z, top = 2 * BT * D, 0, 0, 0, (S - 1) // K
     for i in range(S):
         b, k = i // K, i % K
         later = min(S - 1 - b * K, K - 1) - k
         rows += 2 + (b < top) + (k + 2 + (b > 0)) + (later + 5 + 2 * (b < top))          # score; site read; gather, fp32 accumulator
-        own, old = own + k + 1, old + K * (top - b)
+        y, z = y + k + 1, z + K * (top - b)
         if k == 0:                                          # block read; push, with an fp32 accumulator written and read; query
             rows += (b * K + min(K, S - i)) * (b > 0) + b * K * (3 + 2 * (b < top)) + K * (b > 0) + min(b * K + K, S)
-    return rows * row + BT * H * (12 * (own + old) + 4 * (S * K + old))     # a score is written and read twice, fp32; its dx once, bf16
+    return rows * row + BT * H * (12 * (y + z) + 4 * (S * K + z))     # a score is written and read twice, fp32; its dx once, bf16
 
 def milliseconds(f, captured=True, repeats=10):
     """Median GPU time of f, replayed as a CUDA graph or called, and the memory it adds at its peak, in bytes."""
