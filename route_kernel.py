@@ -48,98 +48,162 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-INTS = ["BT", "N", "n", "block", "k", "k_end", "top"]    # one compiled kernel whatever their values
+INTS = ["BT", "N", "n", "flat", "block", "k", "k_end", "top"]    # one compiled kernel whatever their values
 
 @triton.jit
 def inverse_root(x):
     """1 / sqrt(x), correctly rounded: the error of tl.rsqrt, times a logit of 50, is 1e-5 of a weight."""
     return tl.div_rn(1.0, tl.sqrt_rn(x))
 
+# The rows of a tile of tokens, head by head, in chunks of CW columns: tuples of [tt, HP, CW], HP the heads padded to a power of two.
+# So 160 columns take 5 x 32 lanes and not 256.
+@triton.jit
+def columns(mask, c, DH: tl.constexpr, CW: tl.constexpr):
+    return mask if DH % CW == 0 else mask & (c * CW + tl.arange(0, CW) < DH)[None, None, :]
+
+@triton.jit
+def load_row(p, mask, DH: tl.constexpr, CW: tl.constexpr):
+    v = ()
+    for c in tl.static_range((DH + CW - 1) // CW):
+        v = v + (tl.load(p + c * CW, mask=columns(mask, c, DH, CW), other=0.0),)
+    return v
+
+@triton.jit
+def store_row(p, v, mask, DH: tl.constexpr, CW: tl.constexpr):
+    for c in tl.static_range(len(v)):
+        tl.store(p + c * CW, v[c].to(p.dtype.element_ty), mask=columns(mask, c, DH, CW))
+
+@triton.jit
+def product(u, v):
+    """u v, to be summed over threads: fused with the addition of another thread's, the threads would differ in the last bit."""
+    return tl.fma(u, v, 0.0)
+
+@triton.jit
+def inner(u, v):
+    """sum_c u_c v_c, [tt, HP]"""
+    uv = product(u[0].to(tl.float32), v[0].to(tl.float32))
+    for c in tl.static_range(1, len(u)):
+        uv += u[c].to(tl.float32) * v[c].to(tl.float32)
+    return tl.sum(uv, 2)
+
+@triton.jit
+def times(u, a):
+    """a u, fp32, for a [tt, HP]"""
+    au = ()
+    for c in tl.static_range(len(u)):
+        au = au + (a[:, :, None] * u[c].to(tl.float32),)
+    return au
+
+@triton.jit
+def add(u, a, v):
+    """u + a v, for a [tt, HP]"""
+    w = ()
+    for c in tl.static_range(len(u)):
+        w = w + (u[c] + a[:, :, None] * v[c].to(tl.float32),)
+    return w
+
+@triton.jit
+def source(p_s, flat, n, o_t, BT, D: tl.constexpr):
+    """Where the rows of source n start: in one tensor of all, or the n-th of a tuple; bit n of flat: it is one row for all tokens."""
+    if len(p_s) == 1:
+        return p_s[0] + (n * BT.to(tl.int64) + o_t)[:, None, None] * D                                                 # [TT, 1, 1]
+    p = p_s[0]
+    for j in tl.static_range(1, len(p_s)):
+        p = tl.where(n == j, p_s[j], p)
+    return p + (o_t * tl.where((flat >> n) & 1 == 1, 0, D))[:, None, None]
+
 @triton.jit(do_not_specialize=INTS)
-def read_forward(p_s, p_w, p_out, p_x, p_m, BT, N, eps, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr,
-                 TILE: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr):
-    """One program reads whole rows of TILE tokens, as heads by columns, both padded to powers of two: [TILE, HP, DP]."""
-    o_t = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)                  # [TILE], 64 bits: N BT D passes 2^31
-    o_h, o_c = tl.arange(0, HP), tl.arange(0, DP)
-    o_d = o_h[:, None] * DH + o_c[None, :]                                           # [HP, DP]
-    m_d = (o_h[:, None] < H) & (o_c[None, :] < DH)
-    m_t = o_t < BT
-    mask, m_th = m_t[:, None, None] & m_d[None], m_t[:, None] & (o_h[None, :] < H)
-    b_w = tl.load(p_w + o_d, mask=m_d, other=0.0)                                    # [HP, DP]
-    m = tl.full([TILE, HP], float("-inf"), tl.float32)
-    l = tl.zeros([TILE, HP], tl.float32)  # noqa: E741
-    acc = tl.zeros([TILE, HP, DP], tl.float32)
-    row = o_t                                                                        # of source n: n BT + t
-    for _ in range(N):
-        b_s = tl.load(p_s + row[:, None, None] * D + o_d[None], mask=mask, other=0.0).to(tl.float32)    # [TILE, HP, DP]
-        r = inverse_root(tl.sum(tl.sum(b_s * b_s, 2), 1) / D + eps)                  # [TILE]
-        x = tl.sum(b_s * b_w[None], 2) * r[:, None]                                  # [TILE, HP]
-        tl.store(p_x + row[:, None] * H + o_h[None, :], x, mask=m_th)
+def read_forward(p_s, flat, p_w, p_out, p_x, p_m, BT, N, eps, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, HP: tl.constexpr,
+                 CW: tl.constexpr, TT: tl.constexpr):
+    """Whole rows of TT tokens a program. The next source is loaded while one is worked on."""
+    o_t, o_h, o_c = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT), tl.arange(0, HP), tl.arange(0, CW)   # 64 bits: BT D passes 2^31
+    m_t, m_h, rows = o_t < BT, o_h < H, BT.to(tl.int64)
+    m_th, mask = m_t[:, None] & m_h[None, :], m_t[:, None, None] & m_h[None, :, None] & (o_c < DH)[None, None, :]
+    o_d, o_th = (o_t * 0)[:, None, None] + o_h[None, :, None] * DH + o_c[None, None, :], o_t[:, None] * H + o_h[None, :]
+    w, b_s = load_row(p_w + o_d, mask, DH, CW), load_row(source(p_s, flat, 0, o_t, BT, D) + o_d, mask, DH, CW)          # [TT, HP, CW]
+    m, l = tl.full([TT, HP], float("-inf"), tl.float32), tl.zeros([TT, HP], tl.float32)  # noqa: E741
+    acc = times(b_s, l)
+    for n in range(N):
+        b_next = load_row(source(p_s, flat, tl.minimum(n + 1, N - 1), o_t, BT, D) + o_d, mask, DH, CW)
+        r = inverse_root(tl.sum(inner(b_s, b_s), 1) / D + eps)                                                         # [TT]
+        x = inner(b_s, w) * r[:, None]                                                                                 # [TT, HP]
+        tl.store(p_x + n * rows * H + o_th, x, mask=m_th)
         m_new = tl.maximum(m, x)
         scale, p = tl.exp(m - m_new), tl.exp(x - m_new)
         l, m = l * scale + p, m_new  # noqa: E741
-        acc = acc * scale[:, :, None] + p[:, :, None] * b_s
-        row += BT
-    tl.store(p_m + o_t[:, None] * H + o_h[None, :], m, mask=m_th)
-    out = acc / l[:, :, None]
-    tl.store(p_out + o_t[:, None, None] * D + o_d[None], out.to(p_out.dtype.element_ty), mask=mask)
+        acc, b_s = add(times(acc, scale), p, b_s), b_next
+    tl.store(p_m + o_th, m, mask=m_th)
+    store_row(p_out + (o_t * D)[:, None, None] + o_d, times(acc, 1.0 / l), mask, DH, CW)
 
 @triton.jit(do_not_specialize=INTS)
-def read_backward(p_s, p_w, p_do, p_x, p_m, p_ds, p_dw, BT, N, eps, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr,
-                  TILE: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr):
+def read_backward(p_s, flat, p_w, p_do, p_x, p_m, p_ds, p_dw, BT, N, eps, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr,
+                  HP: tl.constexpr, CW: tl.constexpr, TT: tl.constexpr):
     """Each program walks over every num_programs-th tile of tokens and keeps its share of dw."""
-    o_h, o_c = tl.arange(0, HP), tl.arange(0, DP)
-    o_d = o_h[:, None] * DH + o_c[None, :]                                           # [HP, DP]
-    m_d = (o_h[:, None] < H) & (o_c[None, :] < DH)
-    b_w = tl.load(p_w + o_d, mask=m_d, other=0.0)
-    dw = tl.zeros([HP, DP], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(BT, TILE), tl.num_programs(0)):
-        o_t = (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
+    o_h, o_c, rows = tl.arange(0, HP), tl.arange(0, CW), BT.to(tl.int64)
+    m_d, o_d = (o_h < H)[None, :, None] & (o_c < DH)[None, None, :], o_h[None, :, None] * DH + o_c[None, None, :]
+    o_d += tl.zeros([TT, 1, 1], tl.int64)                                                                              # [TT, HP, CW]
+    w = load_row(p_w + o_d, m_d, DH, CW)
+    dw = times(w, tl.zeros([TT, HP], tl.float32))
+    for tile in range(tl.program_id(0), tl.cdiv(BT, TT), tl.num_programs(0)):
+        o_t = (tile * TT + tl.arange(0, TT)).to(tl.int64)
         m_t = o_t < BT
-        mask, m_th = m_t[:, None, None] & m_d[None], m_t[:, None] & (o_h[None, :] < H)
-        b_do = tl.load(p_do + o_t[:, None, None] * D + o_d[None], mask=mask, other=0.0).to(tl.float32)  # [TILE, HP, DP]
-        m = tl.load(p_m + o_t[:, None] * H + o_h[None, :], mask=m_th, other=0.0)     # [TILE, HP]
-        l, delta = tl.zeros([TILE, HP], tl.float32), tl.zeros([TILE, HP], tl.float32)  # noqa: E741
-        row = o_t
-        for _ in range(N):                                                           # D_h = sum_n a_nh P_nh
-            b_s = tl.load(p_s + row[:, None, None] * D + o_d[None], mask=mask, other=0.0).to(tl.float32)
-            x = tl.load(p_x + row[:, None] * H + o_h[None, :], mask=m_th, other=0.0)
-            p = tl.exp(x - m)
+        mask, m_th, o_th = m_t[:, None, None] & m_d, m_t[:, None] & (o_h < H)[None, :], o_t[:, None] * H + o_h[None, :]
+        b_do, b_s = load_row(p_do + (o_t * D)[:, None, None] + o_d, mask, DH, CW), load_row(source(p_s, flat, 0, o_t, BT, D) + o_d, mask, DH, CW)
+        m = tl.load(p_m + o_th, mask=m_th, other=0.0)                                                                  # [TT, HP]
+        l, delta = tl.zeros([TT, HP], tl.float32), tl.zeros([TT, HP], tl.float32)  # noqa: E741
+        for n in range(N):                                   # D_h = sum_n a_nh P_nh
+            b_next = load_row(source(p_s, flat, tl.minimum(n + 1, N - 1), o_t, BT, D) + o_d, mask, DH, CW)
+            p = tl.exp(tl.load(p_x + n * rows * H + o_th, mask=m_th, other=0.0) - m)
             l += p  # noqa: E741                             (again, from the same p as below: at large logits the last digits matter)
-            delta += p * tl.sum(b_do * b_s, 2)
-            row += BT
-        delta, row = delta / l, o_t
-        for _ in range(N):
-            b_s = tl.load(p_s + row[:, None, None] * D + o_d[None], mask=mask, other=0.0).to(tl.float32)
-            x = tl.load(p_x + row[:, None] * H + o_h[None, :], mask=m_th, other=0.0)
+            delta += p * inner(b_do, b_s)
+            b_s = b_next
+        delta /= l
+        for i in range(N):                                   # last to first: the last are still at hand
+            n = N - 1 - i
+            b_next = load_row(source(p_s, flat, tl.maximum(n - 1, 0), o_t, BT, D) + o_d, mask, DH, CW)
+            x = tl.load(p_x + n * rows * H + o_th, mask=m_th, other=0.0)
             a = tl.exp(x - m) / l
-            dx = a * (tl.sum(b_do * b_s, 2) - delta)                                 # [TILE, HP]
-            r = tl.where(m_t, inverse_root(tl.sum(tl.sum(b_s * b_s, 2), 1) / D + eps), 0.0)                 # [TILE]
-            c = r * r / D * tl.sum(dx * x, 1)                                        # [TILE], along s itself
-            rdx = (dx * r[:, None])[:, :, None]
-            ds = a[:, :, None] * b_do + rdx * b_w[None] - c[:, None, None] * b_s
-            tl.store(p_ds + row[:, None, None] * D + o_d[None], ds.to(p_ds.dtype.element_ty), mask=mask)
-            dw += tl.sum(rdx * b_s, 0)
-            row += BT
-    tl.store(p_dw + tl.program_id(0).to(tl.int64) * D + o_d, dw, mask=m_d)
+            dx = a * (inner(b_do, b_s) - delta)                                                                        # [TT, HP]
+            r = tl.where(m_t, inverse_root(tl.sum(inner(b_s, b_s), 1) / D + eps), 0.0)[:, None]                        # [TT, 1]
+            c = r * r / D * tl.sum(product(dx, x), 1)[:, None]                                                         # along s itself
+            dx *= r
+            ds = add(add(times(b_do, a), dx, w), tl.broadcast_to(-c, TT, HP), b_s)
+            store_row(p_ds + ((n * rows + o_t) * D)[:, None, None] + o_d, ds, mask, DH, CW)
+            dw = add(dw, dx, b_s)
+            b_s = b_next
+    p_dw += tl.program_id(0).to(tl.int64) * D + o_h[:, None] * DH + o_c[None, :]
+    for c in tl.static_range(len(dw)):
+        tl.store(p_dw + c * CW, tl.sum(dw[c], 0), mask=(o_h < H)[:, None] & (c * CW + o_c < DH)[None, :])
 
-def tiling(D, H):
-    """Constants and warps of a launch: about 2048 numbers in a tile, at least one row."""
-    HP, DP = triton.next_power_of_2(H), triton.next_power_of_2(D // H)
-    return dict(D=D, H=H, DH=D // H, HP=HP, DP=DP, TILE=max(1, 2048 // (HP * DP)), num_warps=min(16, max(4, HP * DP // 512)))
+def tiling(D, H, numbers):
+    """Constants of a launch on whole rows: about so many numbers a warp, in chunks of 128. (All tiles here as measured on an H200.)"""
+    HP, P2 = triton.next_power_of_2(H), triton.next_power_of_2(D // H)
+    CW = max(16, P2 // 16, min(P2, 128 * triton.next_power_of_2(triton.cdiv(D, numbers)) // HP))
+    row = HP * CW * triton.cdiv(D // H, CW)                  # numbers, padding included
+    return dict(D=D, H=H, DH=D // H, HP=HP, CW=CW, TT=max(1, numbers // triton.next_power_of_2(row)),
+                num_warps=min(16, triton.next_power_of_2(triton.cdiv(row, numbers))))
+
+def together(sources):
+    """-> what `source` reads: up to 16 tensors as a tuple, more in one; and which of them, as bits, are one row [D] expanded."""
+    if sources[0].dim() == 4 or not 1 < len(sources) <= 16:
+        return (sources[0].contiguous() if sources[0].dim() == 4 else torch.stack(sources),), 0
+    flat = [s.stride() == (0, 0, 1) for s in sources]
+    sources = [s if f else s.contiguous() for s, f in zip(sources, flat)]
+    unused = triton.next_power_of_2(len(sources)) - len(sources)     # of few lengths, as each compiles anew
+    return (*sources, *sources[:1] * unused), sum(f << n for n, f in enumerate(flat))
 
 class Route(torch.autograd.Function):
-    """w [D] fp32 and the sources, N of [B, T, D] or one [N, B, T, D] -> read [B, T, D]. Lists are stacked, and kept as lists."""
+    """w [D] fp32 and the sources, N of [B, T, D] or one [N, B, T, D] -> read [B, T, D]."""
 
     @staticmethod
     def forward(ctx, w, H, eps, *sources):
-        s = stacked(sources)
-        (N, B, T, _), k = s.shape, tiling(s.size(-1), H)
-        out = torch.empty_like(s[0])
-        x, m = (torch.empty(n, B, T, H, device=s.device, dtype=torch.float32) for n in (N, 1))
-        if B * T:
-            with on(s.device):
-                read_forward[(triton.cdiv(B * T, k["TILE"]),)](s, w, out, x, m, B * T, N, eps, **k)
+        one, D = sources[0], sources[0].size(-1)
+        N, BT, k = one.size(0) if one.dim() == 4 else len(sources), one.shape[-3:-1].numel(), dict(tiling(D, H, 1024), maxnreg=128)
+        out = one.new_empty(one.shape[-3:])
+        x, m = (torch.empty(n, BT, H, device=one.device, dtype=torch.float32) for n in (N, 1))
+        if BT:
+            with on(one.device):
+                read_forward[(triton.cdiv(BT, k["TT"]),)](*together(sources), w, out, x, m, BT, N, eps, **k)
         ctx.save_for_backward(w, x, m, *sources)
         ctx.H, ctx.eps = H, eps
         return out
@@ -148,17 +212,13 @@ class Route(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do):
         w, x, m, *sources = ctx.saved_tensors
-        s, do = stacked(sources), do.contiguous()
-        (N, B, T, D), k = s.shape, tiling(s.size(-1), ctx.H)
-        ds, programs = torch.empty_like(s), min(triton.cdiv(B * T, k["TILE"]), 1024)
-        dw = torch.zeros(programs, D, device=s.device, dtype=torch.float32)
-        if B * T:
-            with on(s.device):
-                read_backward[(programs,)](s, w, do, x, m, ds, dw, B * T, N, ctx.eps, **k)
+        (N, BT, H), k = x.shape, tiling(len(w), ctx.H, 512)
+        ds, programs = do.new_empty(N, *do.shape), min(triton.cdiv(BT, k["TT"]), 2048)
+        dw = torch.zeros(programs, len(w), device=do.device, dtype=torch.float32)
+        if BT:
+            with on(do.device):
+                read_backward[(programs,)](*together(sources), w, do.contiguous(), x, m, ds, dw, BT, N, ctx.eps, **k)
         return dw.sum(0), None, None, *([ds] if sources[0].dim() == 4 else ds.unbind())
-
-def stacked(sources):
-    return sources[0].contiguous() if sources[0].dim() == 4 else torch.stack(tuple(sources))
 
 def unsupported(device, dtype):
     """Why the kernels cannot run there, in words, or None if they can."""
@@ -282,47 +342,6 @@ def block_read_kernel(p_v, p_r, p_z, p_part, p_m, p_l, BT, block, k_end, D: tl.c
     o = (o_k.to(tl.int64) * BT + t) * H + h
     tl.store(p_m + o, m, mask=first)
     tl.store(p_l + o, l, mask=first)
-
-# A row of every head, in chunks of CW columns: tuples of [tt, HP, CW]. So 160 columns take 5 x 32 lanes and not 256.
-@triton.jit
-def columns(mask, c, DH: tl.constexpr, CW: tl.constexpr):
-    return mask if DH % CW == 0 else mask & (c * CW + tl.arange(0, CW) < DH)[None, None, :]
-
-@triton.jit
-def load_row(p, mask, DH: tl.constexpr, CW: tl.constexpr):
-    v = ()
-    for c in tl.static_range((DH + CW - 1) // CW):
-        v = v + (tl.load(p + c * CW, mask=columns(mask, c, DH, CW), other=0.0),)
-    return v
-
-@triton.jit
-def store_row(p, v, mask, DH: tl.constexpr, CW: tl.constexpr):
-    for c in tl.static_range(len(v)):
-        tl.store(p + c * CW, v[c].to(p.dtype.element_ty), mask=columns(mask, c, DH, CW))
-
-@triton.jit
-def inner(u, v):
-    """sum_c u_c v_c, [tt, HP]"""
-    uv = u[0].to(tl.float32) * v[0].to(tl.float32)
-    for c in tl.static_range(1, len(u)):
-        uv += u[c].to(tl.float32) * v[c].to(tl.float32)
-    return tl.sum(uv, 2)
-
-@triton.jit
-def times(u, a):
-    """a u, fp32, for a [tt, HP]"""
-    au = ()
-    for c in tl.static_range(len(u)):
-        au = au + (a[:, :, None] * u[c].to(tl.float32),)
-    return au
-
-@triton.jit
-def add(u, a, v):
-    """u + a v, for a [tt, HP]"""
-    w = ()
-    for c in tl.static_range(len(u)):
-        w = w + (u[c] + a[:, :, None] * v[c].to(tl.float32),)
-    return w
 
 @triton.jit(do_not_specialize=INTS)
 def site_read_kernel(p_s, p_v, p_r, p_y, p_part, p_m0, p_l0, p_out, p_stat, BT, block, k, eps, D: tl.constexpr, H: tl.constexpr,
@@ -479,13 +498,9 @@ class History:
         self.part, self.m0, self.l0 = new(K, BT, D, dtype=s.dtype), new(K, BT, H), new(K, BT, H)
         self.begun, self.top = False, None                   # backward; the last site whose gradient arrived
         DH, self.dtype = D // H, s.dtype
-        # tiles as measured on an H200: rows in chunks of 128 numbers a warp; C columns at a time elsewhere
-        HP, base, P2 = triton.next_power_of_2(H), dict(D=D, H=H, DH=DH, K=K), triton.next_power_of_2(DH)
-        CW = max(16, P2 // 16, min(P2, 128 * triton.next_power_of_2(triton.cdiv(D, 1024)) // HP))
-        row = HP * CW * triton.cdiv(DH, CW)                  # numbers, padding included
-        warps, TT = min(16, triton.next_power_of_2(triton.cdiv(row, 1024))), 1024 // triton.next_power_of_2(row)
-        self.site_read = dict(base, HP=HP, CW=CW, TT=max(1, TT // 2), num_warps=warps)
-        self.gather = dict(self.site_read, TT=max(1, TT), maxnreg=168 if TT > 1 else 128)
+        rows, base, P2 = dict(tiling(D, H, 1024), K=K), dict(D=D, H=H, DH=DH, K=K), triton.next_power_of_2(DH)
+        self.site_read = dict(rows, TT=max(1, rows["TT"] // 2))
+        self.gather = dict(rows, maxnreg=168 if rows["TT"] > 1 else 128)
         C = min(128, max(16, P2))
         self.score = dict(base, C=min(C, 64), TT=128, F32=F32, num_warps=4)
         self.query = dict(base, C=min(C, 64), TT=64, F32=F32, num_warps=2)
@@ -719,6 +734,17 @@ def milliseconds(f, captured=True, repeats=10):
         times.append(start.elapsed_time(end))
     return sorted(times)[repeats // 2], peak
 
+def breakdown(f):
+    """-> f's GPU time kernel by kernel, in ms, in words, the longest first"""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        f()
+        torch.cuda.synchronize()
+    times = {}
+    for e in profile.key_averages():
+        name = e.key.removesuffix("_kernel").replace("_", " ") if e.key.endswith("_kernel") else "others"
+        times[name] = times.get(name, 0) + e.self_device_time_total / 1e3
+    return ", ".join(f"{name} {ms:.2f}" for name, ms in sorted(times.items(), key=lambda z: -z[1]))
+
 def cost(only):
     """Prints GPU time of all reads of a microbatch, forward and backward, at the paper's sizes, beside the machine's two ceilings."""
     from mhar import route_ref
@@ -750,6 +776,8 @@ def cost(only):
                     gb = moved(S, T, D, H) / 1e9
                     bytes_ = f"{gb:10.1f}{gb / ms:7.2f}" if way == "ours, blocked" else ""
                     print(f"{scale:6}{H:3}  {way:28}{ms:8.2f}{peak / 2**30:9.2f}{bytes_}", flush=True)
+                    if way == "ours, blocked" and H in (8, 16):
+                        print(f"{'':11}of it {breakdown(lambda: run_reads(router, *args))}", flush=True)      # noqa: B023
                 except Exception as e:                      # one package's failure is a row of its own
                     print(f"{scale:6}{H:3}  {way:28}  {type(e).__name__}: {str(e)[:80]}", flush=True)
                 torch.cuda.empty_cache()
