@@ -366,6 +366,10 @@ def test_route_edges():
     for v in (V.transpose(1, 2).contiguous().transpose(1, 2), torch.cat([V, V], -1)[..., :32], V[:1].expand(5, -1, -1, -1),
               V.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2)):                     # strided input
         assert rel(route_kernel.route(v, q, g, 4), route_ref(v.contiguous(), q, g, 4)) < 1e-6
+    for N in (3, 17):                                       # a list, as a tuple of kernel arguments or stacked, one row for all tokens in it
+        s = [z.requires_grad_() for z in (q.clone().expand(2, 4, 32).detach(), V[0].transpose(0, 1).contiguous().transpose(0, 1), *V[:1].repeat(15, 1, 1, 1))][:N]
+        a, b = (torch.autograd.grad(f(s, q, g, 4), s, V[1]) for f in (route_kernel.route, route_ref))
+        assert all(rel(x, y) < 1e-5 for x, y in zip(a, b))
     for empty in (V[:, :0], V[:, :, :0]):
         e = empty.clone().requires_grad_()
         z = q.clone().requires_grad_()
@@ -834,11 +838,18 @@ def run(*args, **k):
         train.main(argv(*args, **k))
     return train.read_log(args[1])
 
-def torchrun(tmp_path, *calls):
-    """Several runs of train.py in one pair of processes, whose start takes longer than they."""
-    (tmp_path / "two.py").write_text(f"import sys\nsys.path.insert(0, {HERE!r})\nimport train\nfor flags in {calls!r}:\n    train.main(flags)\n")
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(tmp_path / "two.py")], check=True,
+@pytest.fixture(scope="module")
+def two(data, tmp_path_factory):
+    """The folder of all that two processes train, one run after the other: their start takes longer than the runs."""
+    out = tmp_path_factory.mktemp("two")
+    run(data, out / "b", *SHARDED, "--stop_at", 10, mode=SHARDED_MODES)              # one process began it
+    calls = [argv(data, out / "all", *SHORT, *flags, mode=",".join(MODES)) for flags in (["--stop_at", 4], ["--resume"])]
+    calls += [argv(data, out / "fine", *FINE), argv(data, out / "a", *SHARDED, "--fsdp", "--stop_at", 10, mode=SHARDED_MODES),
+              argv(data, out / "b", *SHARDED, "--fsdp", "--resume", mode=SHARDED_MODES)]
+    (out / "two.py").write_text(f"import sys\nsys.path.insert(0, {HERE!r})\nimport train\nfor flags in {calls!r}:\n    train.main(flags)\n")
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(out / "two.py")], check=True,
                    env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    return out
 
 def losses(log):
     return [(r["iter"], r["loss"]) for r in log]
@@ -934,18 +945,17 @@ def test_evaluation_is_the_mean_over_fixed_windows(data):
         with torch.no_grad():
             assert got[0] == got[1] == pytest.approx(model(t[:, :-1], t[:, 1:])[1].item(), rel=1e-6) and model.training
 
-def test_accumulation_and_processes_give_the_same_run(data, tmp_path):
+SHORT, LONG = (["--max_iters", n + 1, "--stop_at", n] for n in (8, 20))              # no sample at the end
+FINE = [*LONG, "--batch_size", 2, "--grad_accum", 4]
+
+def test_accumulation_and_processes_give_the_same_run(data, tmp_path, two):
     """One microbatch a rank: bit for bit what one process does, resumed halfway or not. Else the same sums in another order."""
-    short, long = (["--max_iters", n + 1, "--stop_at", n] for n in (8, 20))          # no sample at the end
-    run(data, tmp_path / "one", *short, mode=",".join(MODES))
-    fine = [*long, "--batch_size", 2, "--grad_accum", 4]
-    torchrun(tmp_path, *(argv(data, tmp_path / "two", *short, *flags, mode=",".join(MODES)) for flags in (["--stop_at", 4], ["--resume"])),
-            argv(data, tmp_path / "two-fine", *fine))
+    run(data, tmp_path / "one", *SHORT, mode=",".join(MODES))
     for mode in MODES:
-        one, two = (train.read_log(tmp_path / z / mode) for z in ("one", "two"))
-        assert losses(two) == losses(one) and len(two) == 8
-    one, whole = run(data, tmp_path / "long", *long), run(data, tmp_path / "whole", *long, "--batch_size", 8, "--grad_accum", 1)
-    for log in (whole, run(data, tmp_path / "fine", *fine), train.read_log(tmp_path / "two-fine")):
+        one, both = train.read_log(tmp_path / "one" / mode), train.read_log(two / "all" / mode)
+        assert losses(both) == losses(one) and len(both) == 8
+    one, whole = run(data, tmp_path / "long", *LONG), run(data, tmp_path / "whole", *LONG, "--batch_size", 8, "--grad_accum", 1)
+    for log in (whole, run(data, tmp_path / "fine", *FINE), train.read_log(two / "fine")):
         assert [r["tokens"] for r in log] == [256 * (i + 1) for i in range(20)]
         for key, most in (("loss", 1e-6), ("grad_norm", 1e-4)):
             assert max(abs(a[key] - b[key]) / a[key] for a, b in zip(one, log)) < most
@@ -1159,16 +1169,16 @@ def test_weight_average_and_z_loss(data, tmp_path, monkeypatch):
     norm = math.sqrt(sum(p.grad.square().sum() for p in model.parameters()))
     assert log[0]["loss"] == pytest.approx(entropy.item(), rel=1e-6) and log[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
-def test_sharded_training_is_the_same_run(data, tmp_path):
+SHARDED_MODES = "baseline,mhar,delta"
+SHARDED = "--max_iters 21 --stop_at 20 --ema 0.9 --z_loss 0.01 --eval_interval 20 --eval_iters 2 --batch_size 3 --grad_checkpoint --n_layer 1".split()
+
+def test_sharded_training_is_the_same_run(data, tmp_path, two):
     """Two processes that share one model, and one that has it whole: the same losses, each resumed from what the other saved."""
-    modes = "baseline,mhar,delta"
-    flags = "--max_iters 21 --stop_at 20 --ema 0.9 --z_loss 0.01 --eval_interval 20 --eval_iters 2 --batch_size 3 --grad_checkpoint --n_layer 1".split()
-    run(data, tmp_path / "one", *flags, "--stop_at", 10, mode=modes)
-    shutil.copytree(tmp_path / "one", tmp_path / "b")
-    run(data, tmp_path / "one", *flags, "--resume", mode=modes)
-    torchrun(tmp_path, argv(data, tmp_path / "a", *flags, "--fsdp", "--stop_at", 10, mode=modes), argv(data, tmp_path / "b", *flags, "--fsdp", "--resume", mode=modes))
-    run(data, tmp_path / "a", *flags, "--resume", mode=modes)
-    for mode in modes.split(","):
+    run(data, tmp_path / "one", *SHARDED, mode=SHARDED_MODES)
+    for half in "ab":
+        shutil.copytree(two / half, tmp_path / half)
+    run(data, tmp_path / "a", *SHARDED, "--resume", mode=SHARDED_MODES)
+    for mode in SHARDED_MODES.split(","):
         one, a, b = (train.read_log(tmp_path / z / mode) for z in ("one", "a", "b"))
         for log in (a, b):
             assert len(log) == 20 and json.loads((tmp_path / "b" / mode / "config.json").read_text())["processes"] == 2
@@ -1446,7 +1456,7 @@ def test_readme_router():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_whole_model_compiles_without_a_break(mode):
-    m, (x, y) = randomised(tiny(mode, n_layer=2)), batch()
+    m, (x, y) = randomised(tiny(mode, n_layer=1 + (mode == "delta"))), batch()
     a = gradients(m, x, y)
     m.compile(backend="aot_eager", fullgraph=True)
     b = gradients(m, x, y)
