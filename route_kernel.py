@@ -219,6 +219,8 @@ def unsupported(device, dtype):
     """Why the kernels cannot run there, in words, or None if they can."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its kernels take float32, bfloat16 and float16, not {dtype}"
+    if device.type == "cuda" and torch.version.hip:
+        return "its kernels are tuned for, and only run on, NVIDIA's GPUs"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
     if device.type != "cuda" and not triton.knobs.runtime.interpret:

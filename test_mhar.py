@@ -527,7 +527,7 @@ def test_heads_tied_and_untied_and_weights_that_do_not_matter(tmp_path):
     x = batch()[0]
     for i, (tie, head) in enumerate(((True, None), (True, "same"), (True, "other"), (False, "other"), (False, None))):
         def tensors(w, head=head, tie=tie):
-            w["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+            w["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4, dtype=torch.int64)      # no weight, and no dtype of one
             w.pop("lm_head.weight", None) if head is None else w.update({"lm_head.weight": w["model.embed_tokens.weight"] + (head == "other")})
         path, model = saved(tmp_path / str(i), tensors=tensors, tie_embeddings=tie)
         if (tie, head) in ((True, "other"), (False, None)):
@@ -1128,17 +1128,26 @@ def test_mid_training_starts_as_the_pretrained_model(data, base, tmp_path, capsy
         assert f"{mode}: validation loss {want:.4f} at step 0" in capsys.readouterr().out and set(seen) == {str(tmp_path)}
     assert checkpoint(tmp_path / "m" / "delta")["step"] == 3
     for out, words, *flags in (
-            ("o", "not baseline to mhar: another function", "--mode", "mhar"), ("o", "not baseline to attnres", "--mode", "attnres"), ("o", "to hyper", "--mode", "hyper"),
-            ("o", "n_layer 3.*init_from.*block_size", "--n_layer", 3), ("o", "baseline or delta, not delta to delta", "--init_from", tmp_path / "m/delta"),
+            ("o", "not baseline to mhar", "--mode", "mhar"), ("o", "not baseline to attnres", "--mode", "attnres"), ("o", "to hyper", "--mode", "hyper"),
+            ("o", "n_layer 3.*init_from.*block_size", "--n_layer", 3), ("o", "not delta to mhar", "--init_from", tmp_path / "m/delta", "--mode", "mhar"),
+            ("o", "route_heads 4.*only block_size", "--init_from", tmp_path / "m/delta", "--mode", "delta:4"),
             ("o", "README.md is damaged or of another", "--init_from", os.path.join(HERE, "README.md")), ("m/delta", "resume.*overwrite"),
             ("m/delta", "init_from .*ckpt.pt -> .*other", "--resume", "--init_from", "other"), (base, "would replace", "--overwrite", "--mode", "baseline"),
             ("o", "ema 1.0 must be below 1", "--ema", 1), ("o", "min_lr 1.0 not above", "--min_lr", 1), ("o", "goes with --eval_only", "--text", "x"),
             ("o", "with torchrun", "--fsdp"), ("o", "No such file.*nowhere", "--eval_only", "--text", "nowhere")):
         flags = ["--init_from", f"{base}/ckpt.pt", "--max_iters", 3, *flags]
         assert re.search(words, refused(capsys, run, data, tmp_path / out, *flags, mode="delta")) and not os.path.exists(tmp_path / "o")
+    other = prepare(tmp_path, LINES[:500], name="other")      # a second stage, on other data
+    second = run(other, tmp_path / "s", "--init_from", tmp_path / "m" / "delta", "--max_iters", 2, "--eval_interval", 2, "--eval_iters", 1, "--lr", 0, mode="delta")
+    capsys.readouterr()
+    run(other, tmp_path / "m" / "delta", "--init_from", tmp_path / "m" / "delta", "--eval_only", "--eval_iters", 1, mode="delta")
+    assert f"validation loss {second[1]['val_loss']:.4f}" in capsys.readouterr().out
+    monkeypatch.undo()                                      # from_pretrained
     meta = prepare_data.read_meta(data)
-    monkeypatch.setattr(prepare_data, "read_meta", lambda folder: {**meta, "vocab_size": 321})
-    assert "320 is below the data's 321" in refused(capsys, run, data, tmp_path / "o", "--init_from", base, mode="delta")
+    for n, default in ((321, None), (256, data)):           # tokens without embedding; a forgotten --data
+        monkeypatch.setattr(prepare_data, "read_meta", lambda folder, n=n: {**meta, "vocab_size": n})
+        monkeypatch.setattr(train, "DEFAULT_DATA", default)
+        assert re.search(f"320 tokens, .* {n}: .*tokenizer", refused(capsys, run, data, tmp_path / "o", "--init_from", base, mode="delta"))
 
 def test_weight_average_and_z_loss(data, tmp_path, monkeypatch):
     saved, real = [], train.write_atomic
@@ -1191,12 +1200,13 @@ def test_sharded_training_is_the_same_run(data, tmp_path, two):
 # ---------------------------------------------------------------- evaluation of texts and tasks
 TEXT = "The cat sat — on the mat.\r\n\tÉté, 2 × 3 = 6.  " * 3 + "\n"
 
-def scored(model, enc, T, text):
-    """Log-probability of each token, one at a time, with what precedes it in its window."""
+def scored(model, enc, T, text, whole_last=False):
+    """Log-probability of each token, one at a time, with what precedes it in its window; whole_last: the last window starts earlier."""
     ids, scores = [enc.eot_token, *text.encode()], []
     with torch.no_grad():
         for i in range(1, len(ids)):
             start = (i - 1) // T * T                        # the first token of the window
+            start = min(start, max(0, len(ids) - 1 - T)) if whole_last else start
             scores.append(model.double()(torch.tensor([ids[start:i]]))[0][0, -1].log_softmax(-1)[ids[i]].item())
     return scores
 
@@ -1221,7 +1231,7 @@ def test_readme_harness_model(data, base, tmp_path):
     code = {}
     exec(re.search(r"```python\n(import re, torch, lm_eval.*?)```", open(os.path.join(HERE, "README.md")).read(), re.S).group(1), code)
     lm, line = code["Trained"](base, data, "cpu"), "line 7 the"
-    model, greedy = copy.deepcopy(lm.model), lm.model.generate(torch.tensor([list(line.encode())]), 24, temperature=0)[0, len(line):].tolist()
+    model, greedy = copy.deepcopy(lm.model), lm.model.generate(torch.tensor([list(line.encode())]), 16, temperature=0)[0, len(line):].tolist()
     text = bytes(t for t in greedy if t < 256).decode(errors="replace")          # what an untrained model writes, up to its third character
     (tmp_path / "docs.jsonl").write_text(json.dumps(dict(text=TEXT, q=line, choices=[" cat", " dog sat", text[:1]], label=1)) + "\n")
     common = (f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: '{tmp_path}/docs.jsonl'}}, cache_dir: '{tmp_path}/cache'}}\n"
@@ -1230,13 +1240,13 @@ def test_readme_harness_model(data, base, tmp_path):
             rolling="loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\nmetric_list: [{metric: word_perplexity}, {metric: byte_perplexity}]",
             choice="multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_target: label\ndoc_to_choice: choices\ntarget_delimiter: ''\nmetric_list: [{metric: acc}]",
             word="loglikelihood\ndoc_to_text: '{{q}}'\ndoc_to_target: ' cat'\ntarget_delimiter: ''\nmetric_list: [{metric: perplexity, aggregation: perplexity}, {metric: acc}]",
-            free="generate_until\ndoc_to_text: '{{q}}'\ndoc_to_target: ''\ngeneration_kwargs: {max_gen_toks: 24, until: ['\\n\\n']}\nmetric_list: [{metric: exact_match}]",
+            free="generate_until\ndoc_to_text: '{{q}}'\ndoc_to_target: ''\ngeneration_kwargs: {max_gen_toks: 16, until: ['\\n\\n']}\nmetric_list: [{metric: exact_match}]",
             ).items():
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}\noutput_type: {kind}\n{common}")
     out = lm_eval.simple_evaluate(lm, tasks=["rolling", "choice", "word", "free"], task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
                                   bootstrap_iters=0)
     results, samples = out["results"], out["samples"]
-    nats = -sum(scored(model, lm.enc, 32, TEXT))
+    nats = -sum(scored(model, lm.enc, 32, TEXT, whole_last=True))
     assert results["rolling"]["byte_perplexity,none"] == pytest.approx(math.exp(nats / len(TEXT.encode())), rel=1e-5)
 
     def continuation(choice):                               # in one window: the question and the choice are short
@@ -1247,10 +1257,8 @@ def test_readme_harness_model(data, base, tmp_path):
     assert [r[0][1] for r in samples["choice"][0]["resps"]] == [False, False, True]
     assert results["word"]["perplexity,none"] == pytest.approx(math.exp(-want[0]), rel=1e-5) and results["word"]["acc,none"] == 0
     assert samples["free"][0]["resps"] == [[text.split("\n\n")[0]]]
-    ids = list(TEXT.encode())                               # longer than a window
-    assert lm.score([lm.eot_token_id, *ids], len(ids))[0] == pytest.approx(-nats, rel=1e-5)
-    assert lm.continued(line, dict(max_gen_toks=24, until=text[3:5])) == text.split(text[3:5])[0]           # one stop may be a plain string
-    assert lm.continued(line, dict(max_gen_toks=24)) == text
+    assert lm.continued(line, dict(max_gen_toks=16, until=text[3:5])) == text.split(text[3:5])[0]           # one stop may be a plain string
+    assert lm.continued("xy" * 30 + line, dict(max_gen_toks=22)).startswith(text)                           # what is left of it: 10 tokens
 
 # ---------------------------------------------------------------- figures
 @pytest.fixture(scope="session")

@@ -50,7 +50,6 @@ PEAK_FLOPS = {"H200 NVL": 835e12, "H200": 989e12, "GH200": 989e12, "H100 PCIe": 
 
 DEFAULT_DATA = "data/stdlib"
 NOT_KEPT = "resume overwrite eval_only bench table stop_at out device compile cuda_graph fused fsdp text".split()  # not kept in checkpoints
-RUN_FIELDS = ("mode", "block_size", "route_heads", "delta_blocks", "kernel", "grad_checkpoint")       # all that --init_from leaves open
 
 def peak_flops(device_name):
     """Dense bf16 FLOP/s of a device, or None for one that is not in the table."""
@@ -449,7 +448,7 @@ def parser():
     g.add_argument("--out", default="out", help="folder of the run; with several modes OUT/<mode> each")
     g.add_argument("--mode", default="mhar", help="baseline, hyper, attnres, mhar, delta; mhar:4 sets H; several with commas")
     g.add_argument("--scale", default="tiny", choices=SCALES, help="model fields and recipe to start from, without --init_from")
-    g.add_argument("--init_from", help="start from this pretrained baseline, a Hugging Face folder or a ckpt.pt, with its model fields")
+    g.add_argument("--init_from", help="start from these weights, a baseline's Hugging Face folder or a ckpt.pt, with its model fields")
     g.add_argument("--resume", action="store_true", help="continue from OUT/ckpt.pt, with its settings where no flag is given")
     g.add_argument("--overwrite", action="store_true", help="start anew where OUT holds a checkpoint")
     g.add_argument("--eval_only", action="store_true", help="evaluate OUT/ckpt.pt, or the --init_from given, and leave")
@@ -497,22 +496,24 @@ def settings(args, spec, out):
     mode, colon, heads = spec.partition(":")
     if colon and not (mode in ("mhar", "delta") and re.fullmatch("[1-9][0-9]*", heads)):
         raise ValueError(f"--mode {spec}: only mhar and delta take a number of heads, as mhar:4")
+    heads = {"route_heads": int(heads)} if heads else {}
     args = argparse.Namespace(**{**RECIPES["init_from" if args.init_from else args.scale], **vars(args), "mode": spec, "out": out})
     meta = prepare_data.read_meta(args.data)
     ckpt = None if args.overwrite else load_checkpoint(out)
     if ckpt and not (args.resume or args.eval_only):
         raise ValueError(f"{out} holds a checkpoint at step {ckpt['step']}; --resume continues it, --overwrite starts anew")
-    given = {**SCALES[args.scale], "vocab_size": -(-meta["vocab_size"] // 64) * 64}
+    given = {**SCALES[args.scale], "vocab_size": (padded := -(-meta["vocab_size"] // 64) * 64)}
     if args.init_from:
         if not (ckpt or args.eval_only) and os.path.realpath(args.init_from) in map(os.path.realpath, (out, os.path.join(out, "ckpt.pt"))):
             raise ValueError(f"--init_from {args.init_from} is what this run would replace; take another --out")
         given = ckpt["config"] if ckpt else asdict(pretrained(args.init_from, "meta").config)
-        if mode not in ("baseline", "delta") or not ckpt and given["mode"] != "baseline":
-            raise ValueError(f"--init_from takes a baseline to --mode baseline or delta, not {given['mode']} to {mode}: another function")
-        if wrong := [f"--{k} {v}" for k, v in vars(args).items() if k in given and k not in RUN_FIELDS and v != given[k]]:
-            raise ValueError(f"{', '.join(wrong)}: the model of --init_from is another; only {', '.join(RUN_FIELDS[1:])} can be set")
+        if mode != given["mode"] and (given["mode"], mode) != ("baseline", "delta"):
+            raise ValueError(f"--init_from takes a baseline to delta, or any model to its own mode, not {given['mode']} to {mode}")
+        free = ["block_size", "kernel", "grad_checkpoint", *["route_heads", "delta_blocks"] * (given["mode"] == "baseline")]
+        if wrong := [f"--{k} {v}" for k, v in {**vars(args), **heads}.items() if k in given and k not in ("mode", *free) and v != given[k]]:
+            raise ValueError(f"{', '.join(wrong)}: the model of --init_from is another; only {', '.join(free)} can be set")
     given = {**given, **{f.name: getattr(args, f.name) for f in fields(GPTConfig) if hasattr(args, f.name)}, "mode": mode}
-    config = GPTConfig(**{**given, **({"route_heads": int(heads)} if heads else {})})
+    config = GPTConfig(**{**given, **heads})
     args.name = mode + (f":{config.route_heads}" if mode in ("mhar", "delta") else "")
     for name, value in vars(args).items():
         low = 1 if name in ("batch_size", "grad_accum", "eval_iters") else 0            # GPTConfig has seen to the model's own
@@ -524,8 +525,8 @@ def settings(args, spec, out):
         raise ValueError(f"--ema {args.ema} must be below 1, and --min_lr {args.min_lr} not above --lr {args.lr}")
     if args.param_dtype == "bfloat16" and args.dtype == "float32":
         raise ValueError("--dtype float32 needs --param_dtype float32")
-    if config.vocab_size < meta["vocab_size"]:
-        raise ValueError(f"the model's vocab_size {config.vocab_size} is below the data's {meta['vocab_size']}: tokens without embedding")
+    if config.vocab_size < meta["vocab_size"] or args.init_from and args.data == DEFAULT_DATA and config.vocab_size != padded:
+        raise ValueError(f"the model has {config.vocab_size} tokens, {args.data} {meta['vocab_size']}: take --data made with its tokenizer")
     for split, needed in (("train", not args.eval_only), ("val", (args.eval_interval or args.eval_only) and not args.text)):
         tokens, path = meta[split]["tokens"], os.path.join(args.data, split + ".bin")
         if os.path.getsize(path) != tokens * np.dtype(meta["dtype"]).itemsize:
@@ -535,9 +536,8 @@ def settings(args, spec, out):
                              + ("; --eval_interval 0 trains without evaluation" if split == "val" else ""))
     if ckpt:
         def identity(args, config, data):                   # what a run is; kernel and checkpointing are only how it is computed
-            return {**config, "kernel": None, "grad_checkpoint": None, **{k: args[k] for k in ("seed", "param_dtype", "decay")},
+            return {**config, "kernel": None, "grad_checkpoint": None, **{k: args[k] for k in ("seed", "param_dtype", "decay", "route_lr")},
                     "init_from": os.path.realpath(args.get("init_from") or ""), "ema": bool(args.get("ema")),
-                    "route_lr": args.get("route_lr", 1.0),
                     **{f"{s}.bin sha256": data[s]["sha256"] for s in ("train", "val")},
                     "batch_size x grad_accum": args["batch_size"] * args["grad_accum"]}
         then, now = identity(ckpt["args"], ckpt["config"], ckpt["data"]), identity(vars(args), asdict(config), meta)
