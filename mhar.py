@@ -469,6 +469,8 @@ class GPT(nn.Module):
         a file; ValueError a field this model lacks, a weight missing, unused or of another shape (before it loads any), an untied head.
         """
         from safetensors import SafetensorError, safe_open
+        if not isinstance(dtype, torch.dtype | None):
+            raise ValueError(f"dtype is {dtype!r}, expected None or a torch.dtype, such as torch.bfloat16")
         path, name, found, kinds = Path(path), "config.json", {}, set()
         try:
             hf = json.loads((path / name).read_text("utf-8"), object_pairs_hook=lambda z: {k: v for k, v in z if v is not None})

@@ -582,6 +582,8 @@ def test_other_refusals_and_whole_directories(tmp_path, monkeypatch):
     stale = st.load_file(tmp_path / "b" / shards[1])        # a weight in two files: the index says which
     st.save_file({**stale, "model.embed_tokens.weight": torch.ones(97, 32)}, tmp_path / "b" / shards[1])
     assert torch.equal(GPT.from_pretrained(tmp_path / "b").embed.weight, model.embed.weight)
+    with pytest.raises(ValueError, match="dtype is 'bfloat16', expected None or a torch.dtype"):
+        GPT.from_pretrained(tmp_path / "b", dtype="bfloat16")
     for damage, kind in ((lambda f: os.truncate(f, 3000), ValueError), (os.remove, FileNotFoundError)):
         damage(tmp_path / "b" / shards[1])
         with pytest.raises(kind, match=shards[1]):
@@ -1128,8 +1130,8 @@ def test_mid_training_starts_as_the_pretrained_model(data, base, tmp_path, capsy
         assert f"{mode}: validation loss {want:.4f} at step 0" in capsys.readouterr().out and set(seen) == {str(tmp_path)}
     assert checkpoint(tmp_path / "m" / "delta")["step"] == 3
     for out, words, *flags in (
-            ("o", "not baseline to mhar", "--mode", "mhar"), ("o", "not baseline to attnres", "--mode", "attnres"), ("o", "to hyper", "--mode", "hyper"),
-            ("o", "n_layer 3.*init_from.*block_size", "--n_layer", 3), ("o", "not delta to mhar", "--init_from", tmp_path / "m/delta", "--mode", "mhar"),
+            ("o", "mhar would not start as the baseline's function", "--mode", "mhar"), ("o", "attnres would not", "--mode", "attnres"), ("o", "hyper would not", "--mode", "hyper"),
+            ("o", "n_layer 3.*init_from.*block_size", "--n_layer", 3), ("o", "mhar would not .* delta's", "--init_from", tmp_path / "m/delta", "--mode", "mhar"),
             ("o", "route_heads 4.*only block_size", "--init_from", tmp_path / "m/delta", "--mode", "delta:4"),
             ("o", "README.md is damaged or of another", "--init_from", os.path.join(HERE, "README.md")), ("m/delta", "resume.*overwrite"),
             ("m/delta", "init_from .*ckpt.pt -> .*other", "--resume", "--init_from", "other"), (base, "would replace", "--overwrite", "--mode", "baseline"),
