@@ -126,7 +126,8 @@ def route_ref(sources, q, g, H, eps=1e-6):
     """
     The depth read (section 3): read[h] = sum_n a_nh s_n[h]. Values are the raw sources; H = 1 is Attention Residuals.
     Takes what `route_weights` takes. Returns [B, T, D] in the sources' dtype: all in fp32 inside, rounded once at the end.
-    This function is the contract of the fused kernel. With one source it returns that source, and dq = dg = 0 exactly.
+    This function is the contract of the fused kernels, which do not call it: to train a change of it, take kernel="eager".
+    With one source it returns that source, and dq = dg = 0 exactly.
     """
     s = stack(sources)                                                                    # [N, B, T, D]
     a = route_weights(s, q, g, H, eps)                                                    # [N, B, T, H]
@@ -160,7 +161,7 @@ class Additive(nn.Module):
         return step
 
 class DepthRouting(nn.Module):
-    """attnres (H = 1) and mhar: h_i = the read of site i, over sources 0..i. There is no running sum."""
+    """attnres (H = 1) and mhar: h_i = the read of site i, over sources 0..i. No running sum. (Fused, a router of kernels stands in.)"""
     def __init__(self, c):
         super().__init__()
         self.H, self.eps = 1 if c.mode == "attnres" else c.route_heads, c.norm_eps         # all that tells the two apart

@@ -77,7 +77,7 @@ def download(url):
 def encoding_from_json(path):
     """Honours or refuses each setting that changes the tokens of plain text. Added tokens are never matched in text."""
     spec = json.loads(Path(path).read_text("utf-8"))
-    model, pre, norm = spec["model"], spec["pre_tokenizer"], (spec.get("normalizer") or {}).get("type")
+    model, pre, norm = spec["model"], spec["pre_tokenizer"] or {"type": None}, (spec.get("normalizer") or {}).get("type")
     *splits, level = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
     special = {t["content"]: t["id"] for t in spec.get("added_tokens") or []}
     eot = next((special[t] for t in END_OF_TEXT if t in special), None)

@@ -710,7 +710,7 @@ def moved(S, BT, D, H):
     return rows * row + BT * H * (12 * (y + z) + 4 * (S * K + z))     # a score is written and read twice, fp32; its dx once, bf16
 
 def milliseconds(f, captured=True, repeats=10):
-    """Median GPU time of f, replayed as a CUDA graph or called, and the memory it adds at its peak, in bytes."""
+    """Median time of f on the GPU, replayed as a CUDA graph or called, and the memory it adds at its peak, in bytes."""
     f()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -718,6 +718,7 @@ def milliseconds(f, captured=True, repeats=10):
     f()
     peak, run, times = torch.cuda.max_memory_allocated() - held, f, []
     if captured:
+        torch.cuda.empty_cache()                             # a graph has memory of its own
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             f()
@@ -744,6 +745,7 @@ def breakdown(f):
 
 def cost(only):
     """Prints GPU time of all reads of a microbatch, forward and backward, at the paper's sizes, beside the machine's two ceilings."""
+    from importlib.metadata import version
     from mhar import route_ref
     x, m = torch.empty(2, 2**32, dtype=torch.uint8, device="cuda"), torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     copy = 2**33 / milliseconds(lambda: x[0].copy_(x[1]), captured=False)[0] / 1e9
@@ -755,21 +757,22 @@ def cost(only):
             ways = {"ours, blocked": lambda q, g: blocked_router(q, g, H), "ours, site by site": site_by_site(route, H)}      # noqa: B023
             if H == 8:
                 compiled = torch.compile(lambda s, *args: route_ref(s, *args), dynamic=True)
-                ways["PyTorch, compiled"] = site_by_site(lambda s, *args: compiled(torch.stack(s), *args), H)         # noqa: B023
+                ways["PyTorch, compiled reads"] = site_by_site(lambda s, *args: compiled(torch.stack(s), *args), H)         # noqa: B023
                 ways["PyTorch, eager"] = site_by_site(route_ref, H)
             if H == 1:
                 with contextlib.suppress(ImportError):
                     from fla.ops.attnres import fused_attnres
-                    ways["flash-linear-attention"] = site_by_site(lambda s, q, g, H: fused_attnres(q, s, g), H)
+                    ways[f"fla-core {version('fla-core')}"] = site_by_site(lambda s, q, g, H: fused_attnres(q, s, g), H)
                 with contextlib.suppress(ImportError):
                     from liger_kernel.ops.attn_res import LigerAttnResFunction
-                    ways["Liger"] = site_by_site(lambda s, q, g, H: LigerAttnResFunction.apply(torch.stack(s), q, g, 1e-6), H)
+                    ways[f"liger-kernel {version('liger-kernel')}"] = site_by_site(
+                        lambda s, q, g, H: LigerAttnResFunction.apply(torch.stack(s), q, g, 1e-6), H)
             for way, router in ways.items():
                 if only and way not in only or way == "ours, site by site" and H not in (1, 8):
                     continue
                 args = inputs(S, T, D, H, torch.bfloat16, "cuda")
                 try:
-                    ms, peak = milliseconds(lambda: run_reads(router, *args), captured=way.startswith("ours"))     # noqa: B023
+                    ms, peak = milliseconds(lambda: run_reads(router, *args))                  # noqa: B023
                     gb = moved(S, T, D, H) / 1e9
                     bytes_ = f"{gb:10.1f}{gb / ms:7.2f}" if way == "ours, blocked" else ""
                     print(f"{scale:6}{H:3}  {way:28}{ms:8.2f}{peak / 2**30:9.2f}{bytes_}", flush=True)

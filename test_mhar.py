@@ -778,7 +778,7 @@ def test_tokenizer_json_equals_tokenizers(tmp_path, style):
     (lambda t: t["model"].update(byte_fallback=True), "byte_fallback"), (lambda t: t["model"].update(type="Unigram"), "Unigram"),
     (lambda t: t["pre_tokenizer"].update(add_prefix_space=True), "add_prefix_space"), (lambda t: t["model"]["merges"].reverse(), "order"),
     (lambda t: t.pop("model"), "model"), (lambda t: t.update(added_tokens=[]), "endoftext"),
-    (lambda t: t.update(normalizer={"type": "NFKC"}), "NFKC")])
+    (lambda t: t.update(normalizer={"type": "NFKC"}), "NFKC"), (lambda t: t.update(pre_tokenizer=None), "pre-tokenizer {'type': None} is not supported")])
 def test_tokenizer_json_refuses(tmp_path, capsys, change, word):
     byte = [chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]] + [chr(256 + i) for i in range(68)]
     spec = dict(added_tokens=[dict(id=0, content="<|endoftext|>")], normalizer=None,
@@ -1437,6 +1437,7 @@ def test_readme_commands_and_changes(tmp_path, monkeypatch, capsys):
     train.main("--max_iters 2 --eval_interval 1 --eval_iters 1".split())         # the main command on a machine without data
     assert "--- sample" in capsys.readouterr().out and os.listdir("data/stdlib")
     source, x = open(os.path.join(HERE, "mhar.py")).read(), batch()[0]
+    assert "Train a changed read with `--kernel eager`" in readme                # the kernels would ignore it
     for old, new in ((".sum(-1).softmax(0)", ".sum(-1).div(0.5).softmax(0)"), ("return route(sources, q[i]", "return route(sources[-8:], q[i]"),
                      ("k = rms_norm(s, g, eps)", "k = rms_norm(s.unflatten(-1, (H, -1)), g.view(H, -1), eps).flatten(-2)")):
         assert source.count(old) == 1 and new.replace("0.5", "tau") in readme

@@ -1,7 +1,7 @@
 """
 Train, compare and evaluate the models of mhar.py. One script, read from top to bottom.
 
-    python train.py                                                     # tiny MHAR on the default corpus: two minutes on a CPU
+    python train.py                                                     # tiny MHAR on the default corpus: minutes on a CPU
     python train.py --mode baseline,hyper,attnres,mhar,mhar:4           # one after another, same data order, then a paired table
     python train.py --data data/fineweb --scale 100m --out out/100m     # the paper's recipe on one GPU
     torchrun --nproc_per_node=8 train.py --data data/fineweb --scale 1b # the same batches and losses on eight
@@ -158,7 +158,7 @@ def pretrained(path, device="cpu"):
 
 def print_table(outs):
     """The paired table from logs. val loss: mean of the evaluations at steps >= 0.75 max_iters; delta: against the first row."""
-    print(f"\n{'run':<14}{'val loss':>10}{'delta':>9}{'tokens/s':>11}{'peak MB':>9}{'parameters':>13}{'steps':>8}")
+    print(f"\n{'run':<14}{'val loss':>10}{'delta':>9}{'tokens/s':>11}{'peak MiB':>9}{'parameters':>13}{'steps':>8}")
     base, pairs = None, set()
     for out in outs:
         try:
@@ -328,7 +328,7 @@ def seconds(update, batches, lr, wait, updates=10):
 
 def print_bench(rows):
     """rows of (name, tokens/s, MFU or nan, MB or nan)"""
-    print(f"\n{'run':<14}{'tokens/s':>11}{'ratio':>8}{'MFU':>8}{'peak MB':>9}{'ratio':>8}")
+    print(f"\n{'run':<14}{'tokens/s':>11}{'ratio':>8}{'MFU':>8}{'peak MiB':>9}{'ratio':>8}")
     for name, speed, mfu, memory in rows:
         print(f"{name:<14}{speed:>11,.0f}{speed / rows[0][1]:>8.3f}{mfu:>8.3f}{memory:>9,.0f}{memory / rows[0][3]:>8.3f}")
 
@@ -453,7 +453,7 @@ def parser():
     g.add_argument("--overwrite", action="store_true", help="start anew where OUT holds a checkpoint")
     g.add_argument("--eval_only", action="store_true", help="evaluate OUT/ckpt.pt, or the --init_from given, and leave")
     g.add_argument("--text", metavar="FILE", help="with --eval_only: the perplexity of this text file instead of the validation loss")
-    g.add_argument("--bench", action="store_true", help="time updates of these modes on random tokens and leave; nothing is written")
+    g.add_argument("--bench", action="store_true", help="time steps of these modes and leave; nothing is written")
     g.add_argument("--table", nargs="+", metavar="DIR", help="print the paired table of these runs and leave")
     g = p.add_argument_group("model fields", argument_default=argparse.SUPPRESS)
     for f in fields(GPTConfig):
