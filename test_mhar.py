@@ -1288,8 +1288,9 @@ def test_the_comparison_and_its_figures(data, tmp_path, figures, capsys, monkeyp
     train.main([*"--scale 100m --lr 1e-2 --warmup_iters 5 --max_iters 20 --scale tiny --n_layer 2 --n_embd 64 --d_ff 64 --block_size 32 --batch_size 2 "
                 "--grad_accum 1 --eval_interval 5 --eval_iters 2 --device cpu --seed 1".split(), "--data", data, "--mode", ",".join(modes), "--out", str(tmp_path)])
     table = [z.split() for z in capsys.readouterr().out.splitlines()[-len(modes):]]
-    assert [z[0] for z in table] == ["baseline", "hyper", "attnres", "mhar:4", "mhar:8", "mhar:16", "delta:8"] and all(z[-1] == "20" for z in table)
+    assert [z[0] for z in table] == ["baseline", "hyper", "attnres", "mhar:4", "mhar:8", "mhar:16", "delta:8"] and all(z[-2] == "20" for z in table)
     outs = [str(tmp_path / m.replace(":", "-")) for m in modes]
+    assert [z[-1] for z in table] == outs
     _, (left, right) = drawn(figures, capsys, "curves", *outs, "--out", tmp_path / "c.png")
     logs = [train.read_log(z) for z in outs]
     for k, log in enumerate(logs):

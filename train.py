@@ -158,7 +158,7 @@ def pretrained(path, device="cpu"):
 
 def print_table(outs):
     """The paired table from logs. val loss: mean of the evaluations at steps >= 0.75 max_iters; delta: against the first row."""
-    print(f"\n{'run':<14}{'val loss':>10}{'delta':>9}{'tokens/s':>11}{'peak MiB':>9}{'parameters':>13}{'steps':>8}")
+    print(f"\n{'run':<14}{'val loss':>10}{'delta':>9}{'tokens/s':>11}{'peak MiB':>9}{'parameters':>13}{'steps':>8}  folder")
     base, pairs = None, set()
     for out in outs:
         try:
@@ -172,7 +172,7 @@ def print_table(outs):
             raise ValueError(f"--table: {out} is no folder of a run ({type(e).__name__}: {e})") from e
         base = loss if base is None else base
         print(f"{config['name']:<14}{loss:>10.4f}{loss - base:>+9.4f}{speed:>11,.0f}{f'{memory:,.0f}' if memory else 'n/a':>9}"
-              f"{config['parameters']:>13,}{len(log):>8,}")
+              f"{config['parameters']:>13,}{len(log):>8,}  {out}")
     if len(pairs) > 1:
         print("not paired: these runs differ in data, seed, schedule or batch")
 
