@@ -479,15 +479,16 @@ class GPT(nn.Module):
             index = json.loads((path / name).read_text("utf-8"))["weight_map"] if (path / name).exists() else {}
             for name in sorted({*index.values()}) or ["model.safetensors"]:
                 with safe_open(path / name, "pt") as f:
-                    found |= {n: (path / name, tuple(f.get_slice(n).get_shape())) for n in f.keys() if index.get(n, name) == name}
-                    kinds |= {f.get_slice(n).get_dtype() for n in f.keys() if not n.endswith("rotary_emb.inv_freq")}
+                    names = [n for n in f.keys() if not n.endswith("rotary_emb.inv_freq")]       # `rope` computes these
+                    found |= {n: (path / name, tuple(f.get_slice(n).get_shape())) for n in names if index.get(n, name) == name}
+                    kinds |= {f.get_slice(n).get_dtype() for n in names}
             if not kinds <= {"F32", "BF16", "F16"}:
                 raise ValueError(f"weights are {', '.join(sorted(kinds))}, expected F32, BF16 or F16")
         except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as e:
             raise ValueError(f"{path / name}: {'no ' if isinstance(e, KeyError) else ''}{e}") from None
         with torch.device("meta"):
             model = cls(config)
-        got = {n: shape for n, (_, shape) in found.items() if not n.endswith("rotary_emb.inv_freq")}        # `rope` computes these
+        got = {n: shape for n, (_, shape) in found.items()}
         want = {hf_name(n): p for n, p in model.named_parameters(remove_duplicate="lm_head.weight" not in got)}
         if wrong := [f"{n} is {got.get(n, 'missing')}, expected {tuple(want[n].shape) if n in want else 'no such weight'}"
                      for n in want | got if n not in want or want[n].shape != got.get(n)]:

@@ -96,14 +96,16 @@ def add(u, a, v):
     return w
 
 @triton.jit
-def source(p_s, flat, n, o_t, BT, D: tl.constexpr):
-    """Where the rows of source n start: in one tensor of all, or the n-th of a tuple; bit n of flat: it is one row for all tokens."""
+def load_source(p_s, flat, n, o_t, o_d, mask, BT, D: tl.constexpr, DH: tl.constexpr, CW: tl.constexpr):
+    """The rows of source n: from one tensor of all, or the n-th of a tuple; bit n of flat: it is one row for all tokens."""
     if len(p_s) == 1:
-        return p_s[0] + (n * BT.to(tl.int64) + o_t)[:, None, None] * D                                                 # [TT, 1, 1]
-    p = p_s[0]
-    for j in tl.static_range(1, len(p_s)):
-        p = tl.where(n == j, p_s[j], p)
-    return p + (o_t * tl.where((flat >> n) & 1 == 1, 0, D))[:, None, None]
+        p = p_s[0] + (n * BT.to(tl.int64) + o_t)[:, None, None] * D                                                    # [TT, 1, 1]
+    else:
+        p = p_s[0]
+        for j in tl.static_range(1, len(p_s)):
+            p = tl.where(n == j, p_s[j], p)
+        p += (o_t * tl.where((flat >> n) & 1 == 1, 0, D))[:, None, None]
+    return load_row(p + o_d, mask, DH, CW)
 
 @triton.jit(do_not_specialize=INTS)
 def read_forward(p_s, flat, p_w, p_out, p_x, p_m, BT, N, eps, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, HP: tl.constexpr,
@@ -112,12 +114,12 @@ def read_forward(p_s, flat, p_w, p_out, p_x, p_m, BT, N, eps, D: tl.constexpr, H
     o_t, o_h, o_c = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT), tl.arange(0, HP), tl.arange(0, CW)   # 64 bits: BT D passes 2^31
     m_t, m_h, rows = o_t < BT, o_h < H, BT.to(tl.int64)
     m_th, mask = m_t[:, None] & m_h[None, :], m_t[:, None, None] & m_h[None, :, None] & (o_c < DH)[None, None, :]
-    o_d, o_th = (o_t * 0)[:, None, None] + o_h[None, :, None] * DH + o_c[None, None, :], o_t[:, None] * H + o_h[None, :]
-    w, b_s = load_row(p_w + o_d, mask, DH, CW), load_row(source(p_s, flat, 0, o_t, BT, D) + o_d, mask, DH, CW)          # [TT, HP, CW]
+    o_d, o_th = o_h[None, :, None] * DH + o_c[None, None, :] + tl.zeros([TT, 1, 1], tl.int64), o_t[:, None] * H + o_h[None, :]
+    w, b_s = load_row(p_w + o_d, mask, DH, CW), load_source(p_s, flat, 0, o_t, o_d, mask, BT, D, DH, CW)                # [TT, HP, CW]
     m, l = tl.full([TT, HP], float("-inf"), tl.float32), tl.zeros([TT, HP], tl.float32)  # noqa: E741
     acc = times(b_s, l)
     for n in range(N):
-        b_next = load_row(source(p_s, flat, tl.minimum(n + 1, N - 1), o_t, BT, D) + o_d, mask, DH, CW)
+        b_next = load_source(p_s, flat, tl.minimum(n + 1, N - 1), o_t, o_d, mask, BT, D, DH, CW)
         r = inverse_root(tl.sum(inner(b_s, b_s), 1) / D + eps)                                                         # [TT]
         x = inner(b_s, w) * r[:, None]                                                                                 # [TT, HP]
         tl.store(p_x + n * rows * H + o_th, x, mask=m_th)
@@ -133,8 +135,8 @@ def read_backward(p_s, flat, p_w, p_do, p_x, p_m, p_ds, p_dw, BT, N, eps, D: tl.
                   HP: tl.constexpr, CW: tl.constexpr, TT: tl.constexpr):
     """Each program walks over every num_programs-th tile of tokens and keeps its share of dw."""
     o_h, o_c, rows = tl.arange(0, HP), tl.arange(0, CW), BT.to(tl.int64)
-    m_d, o_d = (o_h < H)[None, :, None] & (o_c < DH)[None, None, :], o_h[None, :, None] * DH + o_c[None, None, :]
-    o_d += tl.zeros([TT, 1, 1], tl.int64)                                                                              # [TT, HP, CW]
+    m_d = (o_h < H)[None, :, None] & (o_c < DH)[None, None, :]
+    o_d = o_h[None, :, None] * DH + o_c[None, None, :] + tl.zeros([TT, 1, 1], tl.int64)                                # [TT, HP, CW]
     w = load_row(p_w + o_d, m_d, DH, CW)
     dw = times(w, tl.zeros([TT, HP], tl.float32))
     for tile in range(tl.program_id(0), tl.cdiv(BT, TT), tl.num_programs(0)):
@@ -142,11 +144,11 @@ def read_backward(p_s, flat, p_w, p_do, p_x, p_m, p_ds, p_dw, BT, N, eps, D: tl.
         m_t = o_t < BT
         mask, m_th, o_th = m_t[:, None, None] & m_d, m_t[:, None] & (o_h < H)[None, :], o_t[:, None] * H + o_h[None, :]
         b_do = load_row(p_do + (o_t * D)[:, None, None] + o_d, mask, DH, CW)
-        b_s = load_row(source(p_s, flat, 0, o_t, BT, D) + o_d, mask, DH, CW)
+        b_s = load_source(p_s, flat, 0, o_t, o_d, mask, BT, D, DH, CW)
         m = tl.load(p_m + o_th, mask=m_th, other=0.0)                                                                  # [TT, HP]
         l, delta = tl.zeros([TT, HP], tl.float32), tl.zeros([TT, HP], tl.float32)  # noqa: E741
         for n in range(N):                                   # D_h = sum_n a_nh P_nh
-            b_next = load_row(source(p_s, flat, tl.minimum(n + 1, N - 1), o_t, BT, D) + o_d, mask, DH, CW)
+            b_next = load_source(p_s, flat, tl.minimum(n + 1, N - 1), o_t, o_d, mask, BT, D, DH, CW)
             p = tl.exp(tl.load(p_x + n * rows * H + o_th, mask=m_th, other=0.0) - m)
             l += p  # noqa: E741                             (again, from the same p as below: at large logits the last digits matter)
             delta += p * inner(b_do, b_s)
@@ -154,7 +156,7 @@ def read_backward(p_s, flat, p_w, p_do, p_x, p_m, p_ds, p_dw, BT, N, eps, D: tl.
         delta /= l
         for i in range(N):                                   # last to first: the last are still at hand
             n = N - 1 - i
-            b_next = load_row(source(p_s, flat, tl.maximum(n - 1, 0), o_t, BT, D) + o_d, mask, DH, CW)
+            b_next = load_source(p_s, flat, tl.maximum(n - 1, 0), o_t, o_d, mask, BT, D, DH, CW)
             x = tl.load(p_x + n * rows * H + o_th, mask=m_th, other=0.0)
             a = tl.exp(x - m) / l
             dx = a * (inner(b_do, b_s) - delta)                                                                        # [TT, HP]
@@ -179,9 +181,11 @@ def tiling(D, H, numbers):
                 num_warps=min(16, triton.next_power_of_2(triton.cdiv(row, numbers))))
 
 def together(sources):
-    """-> what `source` reads: up to 16 tensors as a tuple, more in one; and which of them, as bits, are one row [D] expanded."""
-    if sources[0].dim() == 4 or not 1 < len(sources) <= 16:
-        return (sources[0].contiguous() if sources[0].dim() == 4 else torch.stack(sources),), 0
+    """-> what `load_source` reads: up to 16 tensors as a tuple, more in one; and which of them, as bits, are one row [D] expanded."""
+    if sources[0].dim() == 4:
+        return (sources[0].contiguous(),), 0
+    if not 1 < len(sources) <= 16:
+        return (torch.stack(sources),), 0
     flat = [s.stride() == (0, 0, 1) for s in sources]
     sources = [s if f else s.contiguous() for s, f in zip(sources, flat)]
     unused = triton.next_power_of_2(len(sources)) - len(sources)     # of few lengths, as each compiles anew
@@ -770,17 +774,17 @@ def cost(only):
             for way, router in ways.items():
                 if only and way not in only or way == "ours, site by site" and H not in (1, 8):
                     continue
-                args = inputs(S, T, D, H, torch.bfloat16, "cuda")
+                reads = functools.partial(run_reads, router, *inputs(S, T, D, H, torch.bfloat16, "cuda"))
                 try:
                     try:
-                        ms, peak = milliseconds(lambda: run_reads(router, *args))              # noqa: B023
+                        ms, peak = milliseconds(reads)
                     except RuntimeError:                    # it cannot be captured
-                        (ms, peak), way = milliseconds(lambda: run_reads(router, *args), captured=False), way + ", launched"      # noqa: B023
+                        (ms, peak), way = milliseconds(reads, captured=False), way + ", launched"
                     gb = moved(S, T, D, H) / 1e9
                     bytes_ = f"{gb:10.1f}{gb / ms:7.2f}" if way == "ours, blocked" else ""
                     print(f"{scale:6}{H:3}  {way:34}{ms:8.2f}{peak / 2**30:9.2f}{bytes_}", flush=True)
                     if way == "ours, blocked" and H in (8, 16):
-                        print(f"{'':11}of it {breakdown(lambda: run_reads(router, *args))}", flush=True)      # noqa: B023
+                        print(f"{'':11}of it {breakdown(reads)}", flush=True)
                 except Exception as e:                      # one package's failure is a row of its own
                     print(f"{scale:6}{H:3}  {way:34}  {type(e).__name__}: {str(e)[:80]}", flush=True)
                 torch.cuda.empty_cache()
