@@ -747,7 +747,9 @@ def breakdown(f):
         times[name] = times.get(name, 0) + e.self_device_time_total / 1e3
     return ", ".join(f"{name} {ms:.2f}" for name, ms in sorted(times.items(), key=lambda z: -z[1]))
 
-def cost(only):
+SIZES = {"100m": (25, 16384, 512), "350m": (49, 4096, 1024), "1b": (73, 2048, 1280)}     # sources, tokens of a microbatch, D
+
+def cost(scales, only):
     """Prints GPU time of all reads of a microbatch, forward and backward, at the paper's sizes, beside the machine's two ceilings."""
     from importlib.metadata import version
     from mhar import route_ref
@@ -756,7 +758,8 @@ def cost(only):
     matmul = 2 * 8192**3 / milliseconds(lambda: m @ m)[0] / 1e9
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}; copy {copy:.2f} TB/s, bf16 matmul "
           f"{matmul:.0f} TFLOP/s\n{'scale':6}{'H':>3}  {'reads':34}{'ms':>8}{'peak GB':>9}{'GB moved':>10}{'TB/s':>7}", flush=True)
-    for scale, (S, T, D) in {"100m": (25, 16384, 512), "350m": (49, 4096, 1024), "1b": (73, 2048, 1280)}.items():
+    for scale in scales:
+        S, T, D = SIZES[scale]
         for H in (8, 1, 4, 16):
             ways = {"ours, blocked": lambda q, g: blocked_router(q, g, H), "ours, site by site": site_by_site(route, H)}      # noqa: B023
             if H == 8:
@@ -790,9 +793,14 @@ def cost(only):
                 torch.cuda.empty_cache()
 
 def main():
-    """Parity everywhere, on a CPU in Triton's interpreter and smaller; then, on a GPU, the cost. --blocked: of the blocked router alone."""
+    """Parity, on a CPU in Triton's interpreter and smaller; then, on a GPU, the cost."""
+    import argparse
     import os
     import sys
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--scale", nargs="+", choices=SIZES, help="the cost at these scales, no parity")
+    parser.add_argument("--blocked", action="store_true", help="the cost of the blocked router, no parity")
+    args = parser.parse_args()
     cuda = torch.cuda.is_available()
     device, dtypes, workers = "cuda" if cuda else "cpu", (torch.float32, torch.bfloat16), min(16, os.cpu_count())
     if not cuda:
@@ -804,9 +812,11 @@ def main():
         cases += [(S, 131, 640, 8, dt, device) for dt in dtypes for S in (16, 17, 32, 33)]
         cases += [(18, 64, D, H, dt, device) for dt in dtypes for D, H in ((1056, 1), (1056, 2), (2880, 4), (1536, 16))]
         cases.sort(key=lambda c: (c[2], c[3]))
-    failed = 0 if "--blocked" in sys.argv else check(cases, workers)
+    if not cuda and (args.scale or args.blocked):
+        parser.error("the cost needs a CUDA device")
+    failed = 0 if args.scale or args.blocked else check(cases, workers)
     if cuda:
-        cost({"ours, blocked"} if "--blocked" in sys.argv else None)
+        cost(args.scale or SIZES, {"ours, blocked"} if args.blocked else None)
     sys.exit(f"{failed} cases are over their limits" if failed else 0)
 
 if __name__ == "__main__":
