@@ -559,7 +559,7 @@ class GPT(nn.Module):
         for p in self.parameters():
             groups.setdefault((decays[decay](id(p)), route_lr if id(p) in residual else 1.0), []).append(p)
         groups = [dict(params=ps, weight_decay=weight_decay * d, lr=lr * k, lr_scale=k) for (d, k), ps in groups.items()]
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=self.embed.weight.is_cuda)
 
     def estimate_flops(self):
         """

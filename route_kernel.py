@@ -507,7 +507,7 @@ class History:
         self.query = dict(base, C=min(C, 64), TT=64, F32=F32, num_warps=2)
         self.block_read = dict(base, C=C, F32=F32, num_warps=1)
         C = min(C, 32) if 0 < DH % 64 <= 32 else C           # 160 = 5 x 32
-        self.push = dict(base, C=C, F32=F32, num_warps=1, maxnreg=224 if C == 128 else 96 if DH <= 32 else 128,
+        self.push = dict(base, C=C, F32=F32, num_warps=1, maxnreg={128: 224, 64: 168}.get(C, 96 if DH <= 32 else 128),
                          num_stages=1 if DH <= 32 else 4 if C == 32 else 2)
 
     def read(self, s, i):

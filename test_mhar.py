@@ -998,7 +998,7 @@ def test_an_update_clips_and_accumulates():
         args.grad_clip = clip
         m.load_state_dict(start)
         m.zero_grad()
-        optimizer = torch.optim.SGD([dict(params=list(m.parameters()), lr_scale=3.0)], fused=True)
+        optimizer = torch.optim.SGD([dict(params=list(m.parameters()), lr_scale=3.0)])
         loss, norm = train.stepper(args, m, optimizer, free, batches[0])[0](batches, 0.01)
         assert norm.item() == pytest.approx(size, rel=1e-6) and loss.item() == pytest.approx(
             np.mean([m_loss(start, b) for b in batches]), rel=1e-6)

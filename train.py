@@ -314,8 +314,8 @@ def stepper(args, model, optimizer, autocast, batch):
         for p in model.parameters() if not args.fsdp else ():
             sum_over_ranks(p.grad)                          # not the mean: each loss was divided by the global grad_accum
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        if args.grad_clip:                                  # AdamW's kernel divides by it: no pass of its own
-            optimizer.grad_scale = (norm.full_tensor() if args.fsdp else norm).float().div(args.grad_clip).clamp(min=1)
+        if args.grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.grad_clip, norm)
         optimizer.step()
         if not (args.cuda_graph and alone):                 # such a graph writes them, another adds to the same tensors
             optimizer.zero_grad(set_to_none=not args.cuda_graph)
