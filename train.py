@@ -166,13 +166,13 @@ def print_table(outs):
             args = config["args"]
             loss = np.mean([r["val_loss"] for r in log if "val_loss" in r and r["iter"] + 1 >= 0.75 * args["max_iters"]] or [math.nan])
             speed = np.median([r["tokens_per_s"] for r in log[len(log) // 10:]] or [math.nan])      # past compilation
-            memory = max([r["memory_mb"] or 0 for r in log] or [0])
+            memory, steps = max([r["memory_mb"] or 0 for r in log] or [0]), log[-1]["iter"] + 1 if log else 0
             pairs.add((config["data"]["train"]["sha256"], args["seed"], args["max_iters"], args["batch_size"] * args["grad_accum"]))
         except (OSError, KeyError, TypeError, ValueError) as e:
             raise ValueError(f"--table: {out} is no folder of a run ({type(e).__name__}: {e})") from e
         base = loss if base is None else base
         print(f"{config['name']:<14}{loss:>10.4f}{loss - base:>+9.4f}{speed:>11,.0f}{f'{memory:,.0f}' if memory else 'n/a':>9}"
-              f"{config['parameters']:>13,}{len(log):>8,}  {out}")
+              f"{config['parameters']:>13,}{steps:>8,}  {out}")
     if len(pairs) > 1:
         print("not paired: these runs differ in data, seed, schedule or batch")
 

@@ -68,9 +68,9 @@ def curves(runs, path):
     if len(set(sums)) > 1:
         raise ValueError("these runs were evaluated on different data, so that their losses do not compare")
     differences = [{t: held[t] - helds[0][t] for t in held if t in helds[0]} for held in helds]
-    w = max(1, min(map(len, losses)) // 20)                 # steps; a mean over w of them stands at the middle one
+    w = max(1, min(map(len, losses)) // 20)                 # records; a mean over w of them stands at the middle one
     smooth = [dict(zip(list(z)[w // 2:], np.convolve(list(z.values()), np.ones(w) / w, "valid"))) for z in losses]
-    panels = [(f"marks: held out; thin: training, mean of {w} steps", "loss", smooth, helds),
+    panels = [(f"marks: held out; thin: training, mean of {w * max(losses[0]) / len(losses[0]):.2g} M tokens", "loss", smooth, helds),
               (f"held out, minus that of {names[0]}", "difference of loss", [{}] * len(runs), differences)][:1 + any(differences[1:])]
     fig, axes = plt.subplots(1, len(panels), figsize=(4.8 * len(panels), 4), dpi=160, squeeze=False, layout="constrained")
     for ax, (title, quantity, *both) in zip(axes[0], panels):
