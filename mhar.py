@@ -328,7 +328,8 @@ def config_from_hf(hf, fields):
     only = dict(model_type=["llama", "qwen3"], hidden_act=["silu"], attention_bias=[False], mlp_bias=[False], attention_dropout=[0],
                 pretraining_tp=[1], partial_rotary_factor=[1], quantization_config=[None], use_sliding_window=[False], mode=["baseline"],
                 layer_types=[["full_attention"] * hf.get("num_hidden_layers", 0)], sliding_window=[qwen and hf.get("sliding_window")],
-                rope_interleaved=[False], original_max_position_embeddings=[scale.get("original_max_position_embeddings")])
+                is_causal=[True], rope_interleaved=[False],
+                original_max_position_embeddings=[scale.get("original_max_position_embeddings")])
     if odd := [f"{k} is {v!r}, expected {only[k]}" for z in (hf, rope, fields) for k, v in z.items() if v not in only.get(k, [v])]:
         raise ValueError("; ".join(odd))
     if {rope.get("rope_type"), rope.get("type")} - {None, "default"} != ({"llama3"} if scale else set()):
@@ -472,12 +473,14 @@ class GPT(nn.Module):
         from safetensors import SafetensorError, safe_open
         if not isinstance(dtype, torch.dtype | None):
             raise ValueError(f"dtype is {dtype!r}, expected None or a torch.dtype, such as torch.bfloat16")
-        path, name, found, kinds = Path(path), "config.json", {}, set()
+        path, name, whole, found, kinds = Path(path), "config.json", "model.safetensors", {}, set()
         try:
             hf = json.loads((path / name).read_text("utf-8"), object_pairs_hook=lambda z: {k: v for k, v in z if v is not None})
             config, name = config_from_hf(hf, overrides), "model.safetensors.index.json"
             index = json.loads((path / name).read_text("utf-8"))["weight_map"] if (path / name).exists() else {}
-            for name in sorted({*index.values()}) or ["model.safetensors"]:
+            if index and whole not in index.values() and (path / whole).exists():
+                raise ValueError(f"it names other files than {whole}, which is there too; remove the older")
+            for name in sorted({*index.values()}) or [whole]:
                 with safe_open(path / name, "pt") as f:
                     names = [n for n in f.keys() if not n.endswith("rotary_emb.inv_freq")]       # `rope` computes these
                     found |= {n: (path / name, tuple(f.get_slice(n).get_shape())) for n in names if index.get(n, name) == name}
@@ -485,7 +488,7 @@ class GPT(nn.Module):
             if not kinds <= {"F32", "BF16", "F16"}:
                 raise ValueError(f"weights are {', '.join(sorted(kinds))}, expected F32, BF16 or F16")
         except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as e:
-            raise ValueError(f"{path / name}: {'no ' if isinstance(e, KeyError) else ''}{e}") from None
+            raise ValueError(f"{path}/{name}: {'no ' if isinstance(e, KeyError) else ''}{e}") from None
         with torch.device("meta"):
             model = cls(config)
         got = {n: shape for n, (_, shape) in found.items()}

@@ -541,7 +541,7 @@ def test_heads_tied_and_untied_and_weights_that_do_not_matter(tmp_path):
 
 @pytest.mark.parametrize("change, words", [
     *((dict([z]), f"{z[0]} is .*{z[1]}") for z in dict(
-        attention_bias=True, mlp_bias=True, hidden_act="gelu", pretraining_tp=2, partial_rotary_factor=0.5, attention_dropout=0.1, use_sliding_window=True,
+        attention_bias=True, mlp_bias=True, hidden_act="gelu", pretraining_tp=2, partial_rotary_factor=0.5, attention_dropout=0.1, use_sliding_window=True, is_causal=False,
         quantization_config={"bits": 4}, model_type="qwen2", sliding_window=64, layer_types=["sliding_attention"] * 3,
         original_max_position_embeddings=4096, head_dim=7).items()),
     *(({z: None}, f"config.json: .*{z}") for z in ("model_type", "rms_norm_eps", "hidden_size", "num_hidden_layers", "max_position_embeddings")),
@@ -579,6 +579,10 @@ def test_other_refusals_and_whole_directories(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path / "b", shard_bytes=30_000)
     shards = sorted(z for z in os.listdir(tmp_path / "b") if z.startswith("model-"))
     assert len(shards) > 2 and torch.equal(GPT.from_pretrained(tmp_path / "b", block_size=32)(batch(T=32)[0])[0][:, :16], model(batch(T=32)[0][:, :16])[0])
+    st.save_file({}, tmp_path / "b" / "model.safetensors")   # left by another save, as transformers leaves it; it would take this one
+    with pytest.raises(ValueError, match="index.json: it names other files than model.safetensors, which is there too"):
+        GPT.from_pretrained(tmp_path / "b")
+    os.remove(tmp_path / "b" / "model.safetensors")
     stale = st.load_file(tmp_path / "b" / shards[1])        # a weight in two files: the index says which
     st.save_file({**stale, "model.embed_tokens.weight": torch.ones(97, 32)}, tmp_path / "b" / shards[1])
     assert torch.equal(GPT.from_pretrained(tmp_path / "b").embed.weight, model.embed.weight)
@@ -588,7 +592,8 @@ def test_other_refusals_and_whole_directories(tmp_path, monkeypatch):
         damage(tmp_path / "b" / shards[1])
         with pytest.raises(kind, match=shards[1]):
             GPT.from_pretrained(tmp_path / "b")
-    for file, text, words in (("model.safetensors.index.json", "{}", "index.json: no 'weight_map'"), ("config.json", "{", "config.json: Expecting")):
+    for file, text, words in (("model.safetensors.index.json", "{}", "index.json: no 'weight_map'"),
+                              ("model.safetensors.index.json", '{"weight_map": {"a": 3}}', "b/3: unsupported"), ("config.json", "{", "config.json: Expecting")):
         (tmp_path / "b" / file).write_text(text)
         with pytest.raises(ValueError, match=words):
             GPT.from_pretrained(tmp_path / "b")
@@ -1060,6 +1065,26 @@ def test_several_modes_share_their_settings_and_end_with_the_paired_table(data, 
     train.main(flags)                                       # finished: nothing but the table again
     assert [z for z in capsys.readouterr().out.splitlines() if z.startswith("mhar:4  ")] == [z for z in out.splitlines() if z.startswith("mhar:4  ")]
 
+def test_several_modes_keep_their_own_settings_and_no_old_run(data, tmp_path, capsys, monkeypatch):
+    for lr, mode in ((1e-3, "baseline"), (5e-3, "mhar:4")):
+        run(data, tmp_path / mode.replace(":", "-"), "--max_iters", 4, "--stop_at", 2, "--lr", lr, mode=mode)
+    def both(*flags):
+        train.main(["--data", data, "--mode", "baseline,mhar:4", "--out", str(tmp_path), *flags])
+
+    def there():
+        return [os.path.exists(tmp_path / z / "ckpt.pt") for z in ("baseline", "mhar-4")]
+    short_samples(monkeypatch)
+    both("--resume", "--weight_decay", "0.2")
+    for lr, folder in ((1e-3, "baseline"), (5e-3, "mhar-4")):
+        args = checkpoint(tmp_path / folder)["args"]
+        assert args["weight_decay"] == 0.2
+        assert [r["lr"] for r in train.read_log(tmp_path / folder)] == [train.get_lr(i, lr, args["warmup_iters"], 4) for i in range(4)]
+    assert "ema" in refused(capsys, both, "--overwrite", "--ema", "1") and there() == [True, True]
+    monkeypatch.setattr(train, "train", lambda *a: sys.exit(130))       # a signal in the first run
+    with pytest.raises(SystemExit):
+        both("--overwrite")
+    assert there() == [False, False]                        # else --resume would pair it with the old second
+
 def test_log_and_bf16(data, tmp_path):
     log = run(data, tmp_path / "b", "--max_iters", 6, "--dtype", "bfloat16", "--grad_checkpoint")
     pure = run(data, tmp_path / "p", "--max_iters", 6, "--dtype", "bfloat16", "--param_dtype", "bfloat16")
@@ -1136,7 +1161,7 @@ def test_mid_training_starts_as_the_pretrained_model(data, base, tmp_path, capsy
             ("o", "README.md is damaged or of another", "--init_from", os.path.join(HERE, "README.md")), ("m/delta", "resume.*overwrite"),
             ("m/delta", "init_from .*ckpt.pt -> .*other", "--resume", "--init_from", "other"), (base, "would replace", "--overwrite", "--mode", "baseline"),
             ("o", "ema 1.0 must be below 1", "--ema", 1), ("o", "min_lr 1.0 not above", "--min_lr", 1), ("o", "goes with --eval_only", "--text", "x"),
-            ("o", "with torchrun", "--fsdp"), ("o", "No such file.*nowhere", "--eval_only", "--text", "nowhere")):
+            ("o", "init_from is '', expected a name", "--init_from", ""), ("o", "text is ''", "--eval_only", "--text", ""), ("o", "with torchrun", "--fsdp"), ("o", "No such file.*nowhere", "--eval_only", "--text", "nowhere")):
         flags = ["--init_from", f"{base}/ckpt.pt", "--max_iters", 3, *flags]
         assert re.search(words, refused(capsys, run, data, tmp_path / out, *flags, mode="delta")) and not os.path.exists(tmp_path / "o")
     other = prepare(tmp_path, LINES[:500], name="other")      # a second stage, on other data

@@ -101,8 +101,7 @@ def world():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 def sum_over_ranks(x):
-    if dist.is_initialized():
-        dist.all_reduce(x)
+    dist.all_reduce(x) if dist.is_initialized() else None
     return x
 
 def full(x):
@@ -136,7 +135,8 @@ def load_checkpoint(out):
         ckpt = torch.load(path, map_location="cpu", mmap=True, weights_only=True) if os.path.exists(path) else None
         return ckpt and {**ckpt, "config": asdict(GPTConfig(**ckpt["config"]))}
     except Exception as e:                                  # a damaged file has many ways to fail
-        raise ValueError(f"checkpoint {path} is damaged or of another program ({type(e).__name__}); --overwrite starts anew") from e
+        hint = "a pretrained model is given as its folder" if os.path.isfile(out) else "--overwrite starts anew"
+        raise ValueError(f"checkpoint {path} is damaged or of another program ({type(e).__name__}); {hint}") from e
 
 def read_log(out):
     """The records of OUT/log.jsonl; a last line that was cut off is left out."""
@@ -358,13 +358,11 @@ def train(args, config, meta, ckpt, device, dtype):
         for m in models.values():
             loss = evaluate(m, text or data["val"], text.windows if text else eval_sequences, device, autocast)
             found = ", ".join(f"{np.exp(np.float64(loss * units['token'] / n)):.6g} a {unit} ({n:,})" for unit, n in units.items())
-            if rank == 0:
-                print(f"{args.name}: {f'perplexity {found}' if text else f'validation loss {loss:.4f}'} at step {step:,}"
-                      + ", of the moving average of the weights" * (m is average))
+            print(f"{args.name}: {f'perplexity {found}' if text else f'validation loss {loss:.4f}'} at step {step:,}"
+                  + ", of the moving average of the weights" * (m is average)) if rank == 0 else None
         return
     name = torch.cuda.get_device_name(device) if cuda else str(device)
-    flops, peak = model.estimate_flops(), peak_flops(name)
-    log_path, ckpt_path = os.path.join(args.out, "log.jsonl"), os.path.join(args.out, "ckpt.pt")
+    flops, peak, log_path = model.estimate_flops(), peak_flops(name), os.path.join(args.out, "log.jsonl")
     if rank == 0:
         groups = [f"{sum(p.numel() for p in g['params']):,} with decay {g['weight_decay']}" for g in optimizer.param_groups]
         print(f"\n{args.name}: {model.num_params():,} parameters ({', '.join(groups)}), vocabulary {meta['vocab_size']:,} padded to "
@@ -374,8 +372,6 @@ def train(args, config, meta, ckpt, device, dtype):
               f"{data['train'].windows * config.block_size / per_step:,.1f} an epoch -> {args.out}", flush=True)
     if rank == 0 and not args.bench:
         os.makedirs(args.out, exist_ok=True)
-        if not step and os.path.exists(ckpt_path):
-            os.remove(ckpt_path)                            # --overwrite: the old run must not come back
         kept = [r for r in read_log(args.out) if r["iter"] < step] if step else []          # back to the checkpoint's step
         write_atomic(log_path, "".join(json.dumps(r) + "\n" for r in kept))
         git = shutil.which("git") and ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "HEAD"]
@@ -418,8 +414,8 @@ def train(args, config, meta, ckpt, device, dtype):
                         raise FloatingPointError("a parameter is not finite")
                     state = full({k: z.state_dict() for k, z in (("model", model), ("optimizer", optimizer), ("ema", average)) if z})
                     if rank == 0:
-                        flags = {k: v for k, v in vars(args).items() if k not in NOT_KEPT}
-                        write_atomic(ckpt_path, dict(state, step=step, data=meta, config=asdict(config), args=flags))
+                        keep = {k: v for k, v in vars(args).items() if k not in NOT_KEPT}
+                        write_atomic(os.path.join(args.out, "ckpt.pt"), dict(state, step=step, data=meta, config=asdict(config), args=keep))
                     del state
             except FloatingPointError as e:
                 raise FloatingPointError(f"iteration {it}: {e}") from None
@@ -431,8 +427,7 @@ def train(args, config, meta, ckpt, device, dtype):
                       f"tokens/s  MFU {mfu}  {(shown - start) / (step - first) * (last - step):,.0f} s left", flush=True)
     sum_over_ranks(torch.zeros((), device=device)).item()   # torchrun ends the others when one leaves, and rank 0 may still be saving
     if got or stop:                                         # stop alone: another rank's signal
-        if rank == 0:
-            print(f"stopped by a signal, saved at step {step:,}; --out {args.out} --resume continues", flush=True)
+        print(f"stopped by a signal, saved at step {step:,}; the same command with --resume continues", flush=True) if rank == 0 else None
         sys.exit(128 + (got or [signal.SIGTERM])[0])
     if rank == 0 and first < step == args.max_iters:
         finish(args, meta, model, device, record.get("val_loss"))
@@ -517,8 +512,8 @@ def settings(args, spec, out):
     args.name = mode + (f":{config.route_heads}" if mode in ("mhar", "delta") else "")
     for name, value in vars(args).items():
         low = 1 if name in ("batch_size", "grad_accum", "eval_iters") else 0            # GPTConfig has seen to the model's own
-        if isinstance(value, (int, float)) and not low <= value < 2**63:
-            raise ValueError(f"--{name} is {value}, expected a number from {low}")
+        if value == "" or isinstance(value, (int, float)) and not low <= value < 2**63:
+            raise ValueError(f"--{name} is {value!r}, expected {f'a number from {low}' if value != '' else 'a name'}")
     if args.grad_accum % world()[1]:
         raise ValueError(f"--grad_accum {args.grad_accum} is not a multiple of the {world()[1]} processes")
     if args.ema >= 1 or args.min_lr is not None and args.min_lr > args.lr:
@@ -553,19 +548,22 @@ def main(argv=None):
     try:
         if args.table:
             return print_table(args.table)
-        if args.overwrite and (args.resume or args.eval_only):
-            raise ValueError("--overwrite starts anew, it does not go with --resume or --eval_only")
+        if args.overwrite + args.resume + args.eval_only > 1:
+            raise ValueError("of --resume, --overwrite and --eval_only give one: they continue, start anew and only read")
         if args.text and not args.eval_only or args.fsdp and (args.cuda_graph or "RANK" not in os.environ):
             raise ValueError("--text goes with --eval_only alone, --fsdp with torchrun and without --cuda_graph")
         args.overwrite |= bool(args.eval_only and args.init_from) or args.bench             # whatever OUT holds
         several = "," in args.mode
         outs = [os.path.join(args.out, spec.replace(":", "-")) for spec in args.mode.split(",")] if several else [args.out]
+        flags = [args] * len(outs)
         if args.resume or args.eval_only and not args.init_from:    # settings: a flag over the checkpoint over the recipe
-            ckpts = [c for c in map(load_checkpoint, outs) if c]
-            if not ckpts or args.eval_only and len(ckpts) < len(outs):
+            ckpts = [load_checkpoint(out) for out in outs]
+            if not any(ckpts) or args.eval_only and not all(ckpts):
                 raise ValueError(f"there is no checkpoint ckpt.pt in {' or '.join(outs)}")
-            p.set_defaults(**{k: v for k, v in ckpts[0]["args"].items() if k != "mode" or not several})
-            args = p.parse_args(argv)
+            for i, ckpt in enumerate(ckpts):                # each its own
+                p.set_defaults(**{k: v for k, v in (ckpt or next(filter(None, ckpts)))["args"].items() if k != "mode" or not several})
+                flags[i] = p.parse_args(argv)
+            args = flags[0]
         if len(set(outs)) < len(outs):
             raise ValueError(f"--mode {args.mode} names a run twice")
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
@@ -581,7 +579,10 @@ def main(argv=None):
             print("preparing the default corpus, the Python standard library's own sources", flush=True)
             prepare_data.main(["--out", args.data, "--val_frac", "0.05"])
         dist.barrier() if size > 1 else None
-        runs = [settings(args, spec, out) for spec, out in zip(args.mode.split(","), outs)]
+        runs = [settings(*z) for z in zip(flags, args.mode.split(","), outs)]
+        dist.barrier() if size > 1 else None                # all accept before anything is lost
+        for out in outs if args.overwrite and not (args.bench or args.eval_only) and rank == 0 else ():
+            Path(out, "ckpt.pt").unlink(missing_ok=True)    # of all modes: --resume must not find an old run
         device, dtype = torch.device(kind), args.param_dtype if kind != "cuda" else "bfloat16"
         dtype = getattr(torch, dtype if args.dtype == "auto" else args.dtype)
         for args, config, *_ in runs:
@@ -596,5 +597,4 @@ def main(argv=None):
 
 if __name__ == "__main__":
     main()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    dist.destroy_process_group() if dist.is_initialized() else None
