@@ -258,7 +258,7 @@ def route(sources, q, g, H, eps=1e-6):
         raise ValueError(f"all tensors must be on one device, got {sorted(map(str, devices))}")
     if reason := unsupported(one.device, one.dtype):
         raise ValueError(f"route cannot run here: {reason}; mhar.route_ref can")
-    return Route.apply(q.float() * g.float(), H, eps, *sources)
+    return Route.apply(q.float() * g.float(), H, float(eps), *sources)
 
 # ---------------------------------------------------------------- the blocked router of the full-depth modes
 # Block b is the K sites bK .. bK+K-1. Its old sources, 0 .. bK-1, are b full tiles of K; the others arrive inside it.
@@ -445,7 +445,7 @@ def push_kernel(p_v, p_r, p_z, p_dx, p_w, p_do, p_stat, p_acc, p_c, BT, block, k
         o_z, r = entry(n, h, t, o_k, BT, H, K), tl.load(p_r + o_n)[:, None]
         x = tl.load(old(p_z, block, BT, H, K) + o_z) * r
         a = tl.where(m_k[None, :], tl.exp(x - m) * inv, 0.0)
-        dx = a * (P - delta)
+        dx = tl.where(a == 1.0, 0.0, a * (P - delta))        # read alone: P = D, but rounded otherwise
         tl.store(p_dx + o_z, (dx * r).to(p_dx.dtype.element_ty))
         cx = tl.sum(tl.where(m_k[None, :], dx * x, 0.0), 1)
         p_cn = p_c + o_n * H + h
@@ -497,7 +497,7 @@ class History:
         self.y = new((blocks - 1) * K * (K + 1) // 2 + last * (last + 1) // 2, BT, H)
         self.stat = new(blocks * K + 1, BT, 3, H)            # of a site: m, max of its scores; 1 / sum of exp(x - m); in backward D_h
         self.part, self.m0, self.l0 = new(K, BT, D, dtype=s.dtype), new(K, BT, H), new(K, BT, H)
-        self.begun, self.top = False, None                   # backward; the last site whose gradient arrived
+        self.begun, self.first, self.top = False, None, None # backward; the first site it reaches, the last whose gradient arrived
         DH, self.dtype = D // H, s.dtype
         rows, base, P2 = dict(tiling(D, H, 1024), K=K), dict(D=D, H=H, DH=DH, K=K), triton.next_power_of_2(DH)
         self.site_read = dict(rows, TT=max(1, rows["TT"] // 2))
@@ -547,7 +547,7 @@ class History:
             dw = new(min(tiles, max(1, 384 // (H * chunks))), K, D)
             query_kernel[len(dw), H, chunks](self.v, self.dx, dw, BT, block, self.top, **self.query)
             dw = dw.sum(0)[:min(K, self.S - block * K)]
-        if i == 0:                                           # done, though the loss may keep the graph
+        if i == self.first:                                  # done, though the loss may keep the graph
             vars(self).update(dict.fromkeys("v r y z w low stat part m0 l0 do acc c dx".split()))
         return ds, dw
 
@@ -560,6 +560,8 @@ class BlockedRead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, s, token, w, history, i):
         ctx.history, ctx.i = history, i
+        if history.first is None and any(ctx.needs_input_grad):
+            history.first = i
         ctx.set_materialize_grads(False)
         with on(s.device):
             out = history.read(s.contiguous(), i)
@@ -583,7 +585,8 @@ def blocked_router(q, g, H, eps=1e-6):
     """
     The reads of a whole forward, for attnres and mhar: q, g [sites, D] -> step, where the i-th call step(s_i [B, T, D]) returns
     the read of site i over sources 0 .. i. Same values as `route`, each source scored once and K sites to one read of the old ones.
-    One backward per forward. Raises ValueError, with the numbers, for shapes, dtypes or devices that do not fit.
+    One backward per forward, and no read may be changed in place. Raises ValueError, with the numbers, for shapes, dtypes (under autocast:
+    cast the first source) or devices that do not fit.
     """
     if q.dim() != 2 or q.shape != g.shape or not isinstance(H, int) or H < 1 or q.size(1) < 1 or q.size(1) % H:
         raise ValueError(f"q and g must be [sites, D] with D a multiple of H = {H}; got {tuple(q.shape)} and {tuple(g.shape)}")
@@ -603,7 +606,7 @@ def blocked_router(q, g, H, eps=1e-6):
             raise ValueError(f"this router has {len(q)} reads, and source {i} is {tuple(s.shape)}, {s.device}, {s.dtype}; expected {want}")
         if torch.is_grad_enabled() != tracked:
             raise RuntimeError(f"read {i} runs with{'out' * tracked} gradient, the router was made with{'out' * (not tracked)}")
-        history = history or History(s, w, H, eps)
+        history = history or History(s, w, H, float(eps))
         out, token = BlockedRead.apply(s, token, w[i:i + K] if i % K == 0 else None, history, i)
         i += 1
         return out

@@ -335,6 +335,22 @@ def test_fused_models(n_layer):
     assert all(rel(both[n], one[n] + two[n]) < 1e-5 for n in both)
 
 @kernel
+def test_a_source_read_alone_gives_no_noise():
+    """One old source with weight exactly 1: its P is D, so that x, q, g and all else get exactly nothing; Adam would blow up noise."""
+    V = torch.randn(17, 1, 4, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    V[5] += 3
+    grads = []
+    for router in (lambda q, g: route_kernel.blocked_router(q, g, 2), route_kernel.site_by_site(route_ref, 2)):
+        s, q, g = (z.requires_grad_() for z in (V.clone(), 1e3 * torch.eye(17, device=DEVICE)[16:].mT.expand(17, 16).clone(), torch.ones(17, 16, device=DEVICE)))
+        step = router(q, g)
+        out = [step(z) for z in s.unbind()][16]
+        assert torch.equal(out, V[5])
+        out.backward(V[0])
+        assert not q.grad.any() and not g.grad.any()
+        grads.append(s.grad)
+    assert torch.equal(*grads) and torch.equal(grads[0][5], V[0])
+
+@kernel
 def test_fused_backward_from_the_middle_frozen_parts_and_twice(monkeypatch):
     x, y = (z.to(DEVICE) for z in batch(1, 3))
     got = []
@@ -352,10 +368,12 @@ def test_fused_backward_from_the_middle_frozen_parts_and_twice(monkeypatch):
     assert len(got[0]) == len(got[1]) and all(rel(b, a) < 1e-5 for a, b in zip(*got))
     made, real = [], route_kernel.History
     monkeypatch.setattr(route_kernel, "History", lambda *args: made.append(real(*args)) or made[-1])
-    loss = m(x, y)[1]
-    assert made[0].v is not None
-    loss.backward(retain_graph=True)
-    assert not any(torch.is_tensor(z) and z.numel() for z in vars(made[0]).values())        # freed, though the loss keeps the graph
+    for router in (False, True):                            # frozen too: backward ends at a later site
+        m.residual.requires_grad_(not router)
+        loss = m(x, y)[1]
+        assert made[-1].v is not None
+        loss.backward(retain_graph=True)
+        assert not any(torch.is_tensor(z) and z.numel() for z in vars(made[-1]).values())   # freed, though the loss keeps the graph
     with pytest.raises(RuntimeError, match="already gone through"):
         loss.backward()
 
@@ -373,7 +391,7 @@ def test_route_edges():
     for empty in (V[:, :0], V[:, :, :0]):
         e = empty.clone().requires_grad_()
         z = q.clone().requires_grad_()
-        out = route_kernel.route(e, z, g, 4)
+        out = route_kernel.route(e, z, g, 4, np.float32(1e-6))
         out.sum().backward()
         assert out.shape == empty.shape[1:] and e.grad.shape == empty.shape and not z.grad.any()
     for bad in (float("nan"), float("inf")):                # one bad token stays one bad token
