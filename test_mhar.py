@@ -1353,7 +1353,7 @@ def test_the_comparison_and_its_figures(data, tmp_path, figures, capsys, monkeyp
             continue
         rows, axes = drawn(figures, capsys, *command)
         H = {"attnres": 4, "mhar:4": 4, "mhar:16": 16}.get(m, 8)
-        assert list(rows) == [*map(str, range(H)), "all"] and len(axes) == H + (m == "attnres") + 1 and (rows["all"][:2] > 0).all()
+        assert list(rows) == [*map(str, range(H)), *["mean"] * (m == "attnres"), "all"] and len(axes) == H + 2 * (m == "attnres") + 1 and (rows["all"][:2] > 0).all()
 
 def own_numbers(model, windows, queries=None):
     """What `heads` should find, in NumPy fp64 from the sources alone -> KL [S], and for each half and site the mean weights and their centre."""
@@ -1363,8 +1363,9 @@ def own_numbers(model, windows, queries=None):
     for s, q, g in zip(sources, (r.q if queries is None else queries).detach().numpy(), r.g.detach().numpy()):
         k = s / np.sqrt((s ** 2).mean(-1, keepdims=True) + r.eps) * g                                    # [N, W, T, D]
         e = np.exp((k * q).reshape(*s.shape[:3], S, -1).sum(-1))                                         # [N, W, T, S]
-        a, product = e / e.sum(0), e.prod(-1)
-        m = a.mean(-1) if r.H > 1 else product / product.sum(0)
+        m = (e / e.sum(0)).mean(-1) if r.H > 1 else e.prod(-1) / e.prod(-1).sum(0)
+        e = e if r.H > 1 else np.concatenate([e, e.prod(-1, keepdims=True) ** 0.25], -1)                 # the mean of the logits
+        a = e / e.sum(0)
         sites.append(((a * np.log(a / m[..., None])).sum(0).mean((0, 1)), a, m))
     kl = np.mean([z[0] for z in sites if len(z[1]) > 1], 0)
     halves = [[(a[:, h].mean((1, 2)), m[:, h].mean((1, 2))) for _, a, m in sites] for h in np.array_split(np.arange(len(windows)), 2)]
@@ -1387,9 +1388,11 @@ def test_heads_equal_numpy(mode, data, tmp_path, figures, capsys):
     kl, halves = own_numbers(m, x)
     rows, axes = drawn(figures, capsys, "heads", tmp_path, "--windows", 7, "--out", tmp_path / "h.png")          # 7: an even number is read
     dev = [np.concatenate([a - c[:, None] for a, c in half]) for half in halves]
-    for h, k in enumerate(kl):
+    for h, k, row in zip(range(len(kl)), kl, rows.values()):
         want = k, np.abs(sum(dev) / 2)[:, h].max(), np.corrcoef(dev[0][:, h], dev[1][:, h])[0, 1]
-        assert np.abs(rows[str(h)][::3] - want).max() < 2e-4 and k > 0.01
+        assert np.abs(row[::3] - want).max() < 2e-4 and k > 0.01
+    S = len(rows) - 1 - (mode == "attnres")
+    dev, kl = [d[:, :S] for d in dev], kl[:S]
     want = kl.mean(), np.abs(sum(dev) / 2).max(), np.corrcoef(dev[0].ravel(), dev[1].ravel())[0, 1]
     assert np.abs(rows["all"][::3] - want).max() < 2e-4 and 0.3 < want[2] < 0.999
     weights = [(p[0] + q[0]) / 2 for p, q in zip(*halves)]  # the panels: mean weights, nothing where there is no source yet

@@ -1,9 +1,9 @@
 """
-The README's figures, and the numbers behind them. Needs matplotlib. Without --out a figure goes beside this file. Symbols: see mhar.py.
+The README's figures, and the numbers behind them. Needs matplotlib. Without --out they go to the first RUN_DIR. Symbols: mhar.py.
 
     python assets/figures.py                     # mhar.png: what a depth read is, with made-up weights
     python assets/figures.py curves RUN_DIR...   # curves.png: losses of runs of train.py, and their differences from the first one's
-    python assets/figures.py heads RUN_DIR       # heads-NAME.png: what the heads of a checkpoint read; numbers, beside random queries
+    python assets/figures.py heads RUN_DIR       # heads.png: what the heads of a checkpoint read; numbers, beside random queries
 """
 import argparse
 import json
@@ -70,7 +70,7 @@ def curves(runs, path):
     differences = [{t: held[t] - helds[0][t] for t in held if t in helds[0]} for held in helds]
     w = max(1, min(map(len, losses)) // 20)                 # records; a mean over w of them stands at the middle one
     smooth = [dict(zip(list(z)[w // 2:], np.convolve(list(z.values()), np.ones(w) / w, "valid"))) for z in losses]
-    panels = [(f"marks: held out; thin: training, mean of {w * max(losses[0]) / len(losses[0]):.2g} M tokens", "loss", smooth, helds),
+    panels = [(f"marks: held out; thin: training, mean of {w} logged steps", "loss", smooth, helds),
               (f"held out, minus that of {names[0]}", "difference of loss", [{}] * len(runs), differences)][:1 + any(differences[1:])]
     fig, axes = plt.subplots(1, len(panels), figsize=(4.8 * len(panels), 4), dpi=160, squeeze=False, layout="constrained")
     for ax, (title, quantity, *both) in zip(axes[0], panels):
@@ -117,7 +117,8 @@ def load(run, data, text, count):
 @torch.no_grad()
 def measure(model, windows, draws):
     """
-    What the reads weigh on windows int64 [W, T], W even, taken one by one. Slices h of the width are the H heads; of one head, 4 slices.
+    What the reads weigh on windows int64 [W, T], W even, taken one by one. Slices h of the width are the H heads; of one head, 4 slices,
+    and a fifth with the mean of their logits: so far from the read, which has the sum, is each of them if all agree.
         logit_nh = q_h . k_n[h]   (k_n as in mhar.route_weights)                 a_nh = softmax_n(logit_nh)
         m_n = mean_h a_nh; of one head softmax_n(sum_h logit_nh), its read       KL_h = sum_n a_nh log(a_nh / m_n), nats
     R further draws have a random vector of q_h's norm in the place of each q_h, at the same sources. Returns, for each half of the
@@ -133,6 +134,7 @@ def measure(model, windows, draws):
         logit = torch.einsum("ntsd,rsd->rnts", k, q[:, len(seen[-1])])
         log_a = logit.log_softmax(1)                                                                # [1+R, N, T, S]
         log_m = log_a.logsumexp(-1, True) - np.log(q.size(2)) if r.H > 1 else logit.sum(-1, True).log_softmax(1)
+        log_a = log_a if r.H > 1 else torch.cat((log_a, logit.mean(-1, True).log_softmax(1)), -1)
         seen[-1].append([(log_a.exp() * (log_a - log_m)).sum(1).mean(1), log_a.exp().mean(2), log_m.exp().mean(2)])
         return route_ref(s, *args)
     for window in windows.to(q.device):
@@ -148,18 +150,19 @@ def heads(run, data, text, count, path, draws=8):
     a, m = ([(x[k][0] + y[k][0]).cpu() / 2 for x, y in zip(*halves)] for k in (1, 2))               # per site [N, S], [N, 1]
     kl = torch.stack([z[0] for half in halves for z in half if len(z[1][0]) > 1]).mean(0)           # [1+R, S]
     dev = [torch.cat([z[1] - z[2] for z in half], 1) for half in halves]                            # [1+R, sum of N, S], mean 0
-    same, same_all = (torch.cosine_similarity(*z, 1, 1e-4) for z in (dev, [d.flatten(1) for d in dev]))         # below 1e-4: rounding
-    largest = (dev[0] + dev[1]).abs().amax(1) / 2                                                   # [1+R, S], as kl and same
-    rows = {str(h): (kl[:, h], largest[:, h], same[:, h]) for h in range(kl.size(1))} | {"all": (kl.mean(1), largest.amax(1), same_all)}
+    largest, S = (dev[0] + dev[1]).abs().amax(1) / 2, kl.size(1) - one                              # [1+R, S], as kl and same
+    same, same_all = (torch.cosine_similarity(*z, 1, 1e-4) for z in (dev, [d[..., :S].flatten(1) for d in dev]))   # below 1e-4: rounding
+    rows = {str(h) if h < S else "mean": (kl[:, h], largest[:, h], same[:, h]) for h in range(kl.size(1))}
+    rows["all"] = kl[:, :S].mean(1), largest[:, :S].amax(1), same_all
     print(f"""{run}: {title}
 KL: of the depth weights of a {what} from {centre}, nats, mean over tokens and the sites that have a choice
 deviation: largest |weight - {centre}| over sites and sources, both averaged over tokens first
 halves: correlation of all these deviations between the first and the last half of the windows
 random: random queries of the same norm per {what} and site at the same sources, mean (standard deviation) of {draws} draws
 {what:<6}{"".join(f"{z:>10}{'random':>17}" for z in ("KL", "deviation", "halves"))}""")
-    for row, values in rows.items():
+    for row, values in rows.items():                        # mean: of the slices' logits
         print(f"{row:<6}" + "".join(f"{v[0]:>10.4f}{v[1:].mean():>8.4f} ({v[1:].std():.4f})" for v in values))
-    panels = [("the one query", m)] * one + [(f"{what} {h}, KL {kl[0, h]:.3f}", [z[:, h:h + 1] for z in a]) for h in range(kl.size(1))]
+    panels = [("the one query", m)] * one + [(f"{what} {h}, KL {kl[0, k]:.3f}", [z[:, [k]] for z in a]) for k, h in enumerate([*rows][:-1])]
     n, across = np.array([len(z) for z in a]), max(c for c in range(1, 6) if len(panels) % c == 0)  # n: sources at each site
     fig, axes = plt.subplots(len(panels) // across, across, sharex=True, sharey=True, squeeze=False, layout="constrained", dpi=160,
                              figsize=(9.6, 1.2 + 2.3 * (len(panels) // across)))
@@ -178,20 +181,17 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     p.add_argument("figure", nargs="?", default="mhar", choices=("mhar", "curves", "heads"))
     p.add_argument("runs", nargs="*", metavar="RUN_DIR", help="folders of train.py: one or more for curves, one for heads")
-    p.add_argument("--out", metavar="PNG", help="where to write the figure")
+    p.add_argument("--out", metavar="PNG", help="where to write the figure (default: FIGURE.png in the first RUN_DIR)")
     p.add_argument("--data", help="heads: folder whose val split is read (default: that of the run)")
     p.add_argument("--text", metavar="FILE", help="heads: text to read instead of a val split")
     p.add_argument("--windows", type=int, default=32, help="heads: how many windows of block_size tokens to read (default: 32)")
     args = p.parse_intermixed_args(argv)
     if len(args.runs) not in dict(mhar=[0], heads=[1]).get(args.figure, range(1, 1000)):
         p.error(f"{args.figure} with {len(args.runs)} RUN_DIR; curves takes one or more, heads one, mhar none")
-    name = "-".join([args.figure, *(Path(z).resolve().name for z in args.runs if args.figure == "heads")]) + ".png"
-    path = args.out or Path(__file__).with_name(name)
+    path = args.out or Path(args.runs[0] if args.runs else Path(__file__).parent, args.figure + ".png")
     try:
-        if args.figure == "heads":
-            heads(*args.runs, args.data, args.text, args.windows, path)
-        else:
-            curves(args.runs, path) if args.runs else schematic(path)
+        heads(*args.runs, args.data, args.text, args.windows, path) if args.figure == "heads" else (
+            curves(args.runs, path) if args.runs else schematic(path))
     except (ValueError, OSError) as e:
         sys.exit(f"figures.py: {e}")
     print(f"-> {path}")
