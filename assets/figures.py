@@ -88,7 +88,7 @@ def curves(runs, path):
         for y, t, name in sorted(ends):                     # names stand right of the last points, in their order but apart
             place = max(y, place + height / 15)
             ax.annotate(name, (t, y), (1.05, place), textcoords=ax.get_yaxis_transform(), va="center", fontsize=9,
-                        arrowprops=dict(arrowstyle="-", linewidth=0.5, shrinkB=4), annotation_clip=False)
+                        arrowprops=dict(arrowstyle="-", linewidth=0.5, shrinkB=4, relpos=(0, 0.5)), annotation_clip=False)
     fig.savefig(path, bbox_inches="tight")
     return differences
 
