@@ -497,7 +497,7 @@ class History:
         self.y = new((blocks - 1) * K * (K + 1) // 2 + last * (last + 1) // 2, BT, H)
         self.stat = new(blocks * K + 1, BT, 3, H)            # of a site: m, max of its scores; 1 / sum of exp(x - m); in backward D_h
         self.part, self.m0, self.l0 = new(K, BT, D, dtype=s.dtype), new(K, BT, H), new(K, BT, H)
-        self.begun, self.first, self.top = False, None, None # backward; the first site it reaches, the last whose gradient arrived
+        self.begun, self.top = False, None                   # backward; the last site whose gradient arrived
         DH, self.dtype = D // H, s.dtype
         rows, base, P2 = dict(tiling(D, H, 1024), K=K), dict(D=D, H=H, DH=DH, K=K), triton.next_power_of_2(DH)
         self.site_read = dict(rows, TT=max(1, rows["TT"] // 2))
@@ -527,8 +527,8 @@ class History:
             self.part = self.m0 = self.l0 = None             # freed before the loss needs the most memory
         return out
 
-    def read_backward(self, do, out, i):
-        """The gradient of site i's read -> the whole gradient of source i, and dw [K, D] of the block at its first site."""
+    def read_backward(self, do, out, i, done):
+        """The gradient of site i's read -> that of source i, whole, and dw [K, D] of its block at the first site. done: none is left."""
         BT, D, H, block, k = self.BT, self.D, self.H, i // K, i % K
         new = functools.partial(torch.empty, device=self.v.device, dtype=torch.float32)
         if self.top is None:
@@ -547,7 +547,7 @@ class History:
             dw = new(min(tiles, max(1, 384 // (H * chunks))), K, D)
             query_kernel[len(dw), H, chunks](self.v, self.dx, dw, BT, block, self.top, **self.query)
             dw = dw.sum(0)[:min(K, self.S - block * K)]
-        if i == self.first:                                  # done, though the loss may keep the graph
+        if done:                                             # though the loss may keep the graph
             vars(self).update(dict.fromkeys("v r y z w low stat part m0 l0 do acc c dx".split()))
         return ds, dw
 
@@ -560,8 +560,6 @@ class BlockedRead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, s, token, w, history, i):
         ctx.history, ctx.i = history, i
-        if history.first is None and any(ctx.needs_input_grad):
-            history.first = i
         ctx.set_materialize_grads(False)
         with on(s.device):
             out = history.read(s.contiguous(), i)
@@ -578,8 +576,9 @@ class BlockedRead(torch.autograd.Function):
             raise RuntimeError("a backward has already gone through this forward's fused reads; a second one needs kernel='eager'")
         with on(out.device):
             do = torch.zeros_like(out) if do is None else do.contiguous()
-            ds, dw = history.read_backward(do, out, ctx.i)
-        return ds, out.new_empty(0) if ctx.i else None, dw, None, None
+            chained = ctx.needs_input_grad[1]                # by its token to an earlier site, not frozen
+            ds, dw = history.read_backward(do, out, ctx.i, not chained)
+        return ds, out.new_empty(0) if chained else None, dw, None, None
 
 def blocked_router(q, g, H, eps=1e-6):
     """

@@ -339,9 +339,10 @@ def test_a_source_read_alone_gives_no_noise():
     """One old source with weight exactly 1: its P is D, so that x, q, g and all else get exactly nothing; Adam would blow up noise."""
     V = torch.randn(17, 1, 4, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     V[5] += 3
-    grads = []
+    asks = torch.zeros(17, 16, device=DEVICE)
+    asks[16], grads = 1e3, []                               # only the last site does
     for router in (lambda q, g: route_kernel.blocked_router(q, g, 2), route_kernel.site_by_site(route_ref, 2)):
-        s, q, g = (z.requires_grad_() for z in (V.clone(), 1e3 * torch.eye(17, device=DEVICE)[16:].mT.expand(17, 16).clone(), torch.ones(17, 16, device=DEVICE)))
+        s, q, g = (z.clone().requires_grad_() for z in (V, asks, torch.ones_like(asks)))
         step = router(q, g)
         out = [step(z) for z in s.unbind()][16]
         assert torch.equal(out, V[5])
@@ -1303,6 +1304,7 @@ def test_readme_harness_model(data, base, tmp_path):
     assert results["word"]["perplexity,none"] == pytest.approx(math.exp(-want[0]), rel=1e-5) and results["word"]["acc,none"] == 0
     assert samples["free"][0]["resps"] == [[text.split("\n\n")[0]]]
     assert lm.continued(line, dict(max_gen_toks=16, until=text[3:5])) == text.split(text[3:5])[0]           # one stop may be a plain string
+    assert lm.continued(line, dict(max_gen_toks=16, until=["", text[3:5]])) == text.split(text[3:5])[0]     # an empty one stops nothing
     assert lm.continued("xy" * 30 + line, dict(max_gen_toks=22)).startswith(text)                           # what is left of it: 10 tokens
 
 # ---------------------------------------------------------------- figures
@@ -1388,7 +1390,7 @@ def test_heads_equal_numpy(mode, data, tmp_path, figures, capsys):
     kl, halves = own_numbers(m, x)
     rows, axes = drawn(figures, capsys, "heads", tmp_path, "--windows", 7, "--out", tmp_path / "h.png")          # 7: an even number is read
     dev = [np.concatenate([a - c[:, None] for a, c in half]) for half in halves]
-    for h, k, row in zip(range(len(kl)), kl, rows.values()):
+    for h, (k, row) in enumerate(zip(kl, rows.values())):
         want = k, np.abs(sum(dev) / 2)[:, h].max(), np.corrcoef(dev[0][:, h], dev[1][:, h])[0, 1]
         assert np.abs(row[::3] - want).max() < 2e-4 and k > 0.01
     S = len(rows) - 1 - (mode == "attnres")
