@@ -1173,12 +1173,14 @@ def test_mid_training_starts_as_the_pretrained_model(data, base, tmp_path, capsy
         run(data, tmp_path / "m" / "delta", "--init_from", str(tmp_path), "--eval_only", "--eval_iters", 1, mode=mode)
         assert f"{mode}: validation loss {want:.4f} at step 0" in capsys.readouterr().out and set(seen) == {str(tmp_path)}
     assert checkpoint(tmp_path / "m" / "delta")["step"] == 3
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model-00001-of-00002.safetensors").touch()
     for out, words, *flags in (
             ("o", "mhar is another function than baseline", "--mode", "mhar"), ("o", "attnres is another", "--mode", "attnres"), ("o", "hyper is another", "--mode", "hyper"),
             ("o", "n_layer 3.*init_from.*block_size", "--n_layer", 3), ("o", "mhar is another function than delta", "--init_from", tmp_path / "m/delta", "--mode", "mhar"),
             ("o", "route_heads 4.*only block_size", "--init_from", tmp_path / "m/delta", "--mode", "delta:4"),
             ("o", "README.md is damaged or of another", "--init_from", os.path.join(HERE, "README.md")), ("m/delta", "resume.*overwrite"),
-            ("m/delta", "init_from .*ckpt.pt -> .*other", "--resume", "--init_from", "other"), (base, "would replace", "--overwrite", "--mode", "baseline"),
+            ("m/delta", "init_from .*ckpt.pt -> .*other", "--resume", "--init_from", "other"), (base, "would replace", "--overwrite", "--mode", "baseline"), ("hf", "hf holds a pretrained model", "--overwrite"),
             ("o", "ema 1.0 must be below 1", "--ema", 1), ("o", "min_lr 1.0 not above", "--min_lr", 1), ("o", "goes with --eval_only", "--text", "x"),
             ("o", "init_from is '', expected a name", "--init_from", ""), ("o", "text is ''", "--eval_only", "--text", ""), ("o", "with torchrun", "--fsdp"), ("o", "No such file.*nowhere", "--eval_only", "--text", "nowhere")):
         flags = ["--init_from", f"{base}/ckpt.pt", "--max_iters", 3, *flags]

@@ -38,8 +38,7 @@ from mhar import GPT, SCALES, DeltaRouting, GPTConfig, convert_to_delta, fused_k
 # what --scale means besides the model: the paper's recipe (section 4), and a short one for a CPU; --init_from has one of its own
 PAPER = dict(max_iters=20000, lr=5e-4, warmup_iters=1000, eval_interval=500)
 RECIPES = {"tiny": dict(batch_size=8, grad_accum=1, max_iters=600, lr=3e-3, warmup_iters=50, eval_interval=200),
-           "100m": dict(batch_size=8, grad_accum=8, **PAPER),
-           "350m": dict(batch_size=4, grad_accum=8, **PAPER),
+           "100m": dict(batch_size=8, grad_accum=8, **PAPER), "350m": dict(batch_size=4, grad_accum=8, **PAPER),
            "1b": dict(batch_size=2, grad_accum=16, **PAPER),
            "init_from": dict(batch_size=1, grad_accum=256, max_iters=9500, lr=4e-4, warmup_iters=200, eval_interval=500)}
 
@@ -497,10 +496,11 @@ def settings(args, spec, out):
     ckpt = None if args.overwrite else load_checkpoint(out)
     if ckpt and not (args.resume or args.eval_only):
         raise ValueError(f"{out} holds a checkpoint at step {ckpt['step']}; --resume continues it, --overwrite starts anew")
+    if not (args.eval_only or args.bench) and (any(Path(out).glob("*.safetensors*")) or args.init_from and not ckpt
+            and os.path.realpath(args.init_from) in map(os.path.realpath, (out, os.path.join(out, "ckpt.pt")))):
+        raise ValueError(f"--out {out} holds a pretrained model or that of --init_from, which this run would replace; take another --out")
     given = {**SCALES[args.scale], "vocab_size": (padded := -(-meta["vocab_size"] // 64) * 64)}
     if args.init_from:
-        if not (ckpt or args.eval_only) and os.path.realpath(args.init_from) in map(os.path.realpath, (out, os.path.join(out, "ckpt.pt"))):
-            raise ValueError(f"--init_from {args.init_from} is what this run would replace; take another --out")
         given = ckpt["config"] if ckpt else asdict(pretrained(args.init_from, "meta").config)
         if mode != given["mode"] and (given["mode"], mode) != ("baseline", "delta"):
             raise ValueError(f"--init_from: {mode} is another function than {given['mode']}; the same mode or a baseline's delta is not")
