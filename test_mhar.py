@@ -1076,7 +1076,7 @@ def test_several_modes_share_their_settings_and_end_with_the_paired_table(data, 
     assert {k for k in a["model"] if a["model"][k] != b["model"][k]} == {"mode", "route_heads"}
     assert {k for k in a["args"] if a["args"][k] != b["args"].get(k)} <= {"mode", "out", "name", "route_heads", "resume", "device"}
     rows = {line.split()[0]: line.split() for line in out.splitlines() if re.match(r"(baseline|hyper|attnres|mhar:4) +\d", line)}
-    assert list(rows) == list(config) and "vocabulary 257 padded to 320" in out and "--- sample" in out
+    assert list(rows) == list(config) and "vocabulary 257 padded to 320" in out and "--- sample" in out and "not paired" not in out
     tail = {m: np.mean([r["val_loss"] for r in log[m]][2:]) for m in log}        # steps 3 and 4
     for m, row in rows.items():
         assert float(row[1]) == pytest.approx(tail[m], abs=1e-4) and row[5].replace(",", "") == str(config[m]["parameters"])
@@ -1094,6 +1094,7 @@ def test_several_modes_keep_their_own_settings_and_no_old_run(data, tmp_path, ca
         return [os.path.exists(tmp_path / z / "ckpt.pt") for z in ("baseline", "mhar-4")]
     short_samples(monkeypatch)
     both("--resume", "--weight_decay", "0.2")
+    assert "not paired" in capsys.readouterr().out          # their rates differ
     for lr, folder in ((1e-3, "baseline"), (5e-3, "mhar-4")):
         args = checkpoint(tmp_path / folder)["args"]
         assert args["weight_decay"] == 0.2

@@ -158,7 +158,7 @@ def pretrained(path, device="cpu"):
 def print_table(outs):
     """The paired table from logs. val loss: mean of the evaluations at steps >= 0.75 max_iters; delta: against the first row."""
     print(f"\n{'run':<14}{'val loss':>10}{'delta':>9}{'tokens/s':>11}{'peak MiB':>9}{'parameters':>13}{'steps':>8}  folder")
-    base, pairs = None, set()
+    base, pairs, same = None, set(), "seed max_iters lr min_lr warmup_iters route_lr weight_decay decay".split()
     for out in outs:
         try:
             config, log = json.loads(Path(out, "config.json").read_text()), read_log(out)
@@ -166,14 +166,14 @@ def print_table(outs):
             loss = np.mean([r["val_loss"] for r in log if "val_loss" in r and r["iter"] + 1 >= 0.75 * args["max_iters"]] or [math.nan])
             speed = np.median([r["tokens_per_s"] for r in log[len(log) // 10:]] or [math.nan])      # past compilation
             memory, steps = max([r["memory_mb"] or 0 for r in log] or [0]), log[-1]["iter"] + 1 if log else 0
-            pairs.add((config["data"]["train"]["sha256"], args["seed"], args["max_iters"], args["batch_size"] * args["grad_accum"]))
+            pairs.add((config["data"]["train"]["sha256"], args["batch_size"] * args["grad_accum"], *map(args.get, same)))
         except (OSError, KeyError, TypeError, ValueError) as e:
             raise ValueError(f"--table: {out} is no folder of a run ({type(e).__name__}: {e})") from e
         base = loss if base is None else base
         print(f"{config['name']:<14}{loss:>10.4f}{loss - base:>+9.4f}{speed:>11,.0f}{f'{memory:,.0f}' if memory else 'n/a':>9}"
               f"{config['parameters']:>13,}{steps:>8,}  {out}")
     if len(pairs) > 1:
-        print("not paired: these runs differ in data, seed, schedule or batch")
+        print("not paired: these runs differ in data, seed, schedule, batch, rate or decay")
 
 # ---------------------------------------------------------------- evaluation
 @torch.no_grad()
