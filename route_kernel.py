@@ -813,6 +813,7 @@ def main():
                  for H in (1, 2, 4, 8, 16) for DH in (16, 64, 80, 160, 320, 1280) for S in (1, 2, 7, 25, 73)]
         cases += [(S, 131, 640, 8, dt, device) for dt in dtypes for S in (16, 17, 32, 33)]
         cases += [(18, 64, D, H, dt, device) for dt in dtypes for D, H in ((1056, 1), (1056, 2), (2880, 4), (1536, 16))]
+        cases += [(S, 64, D, H, dt, device) for dt in dtypes for S, _, D in SIZES.values() for H in (1, 4, 8, 16)]       # the paper's
         cases.sort(key=lambda c: (c[2], c[3]))
     if not cuda and (args.scale or args.blocked):
         parser.error("the cost needs a CUDA device")
