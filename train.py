@@ -464,7 +464,7 @@ def parser():
             ("max_iters", int, "steps of the schedule"), ("stop_at", 0, "stop at this step, schedule unchanged; 0: never"),
             ("lr", float, "peak rate"), ("warmup_iters", int, "steps of linear warm-up"), ("weight_decay", 0.1, "of AdamW"),
             ("grad_clip", 1.0, "largest gradient norm; 0: no clipping"),
-            ("route_lr", 1.0, "rate of the residual parameters (queries, gains, gates, ...), over the others'; at 1, H heads start H times slower"),
+            ("route_lr", 1.0, "rate of the residual parameters (queries, gates, ...) over the others'; at 1, H heads start H times slower"),
             ("z_loss", 0.0, "times the mean square of the logits' log-sum-exp joins the objective, not the loss that is logged"),
             ("ema", 0.0, "factor of a moving average of the weights, in fp32, saved and evaluated as ema_val_loss; 0: none"),
             ("seed", 42, "of weights and data order"), ("eval_interval", int, "steps between evaluations; 0: never"),
