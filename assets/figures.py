@@ -81,7 +81,7 @@ def curves(runs, path):
             ax.plot(list(thick), list(thick.values()), linewidth=1.3, marker="os^Dv*XP"[k % 8], markersize=4, **look)
             points = [*thin.items(), *thick.items()]
             shown += [y for t, y in points if t >= max(points)[0] / 5]                              # the first fifth may leave the axes
-            ends += [(y, t, name) for t, y in points[-1:]]
+            ends += [(y, t, f"{'●■▲◆▼★✖✚'[k % 8]} {name}") for t, y in points[-1:]]
         low, height = min(shown), 1.1 * np.ptp(shown) + 1e-3
         ax.set_title(title, fontsize=10)
         ax.set(xlabel="training tokens (millions)", ylabel=f"{quantity} (nats per token)", ylim=(low - height / 20, low + height))
