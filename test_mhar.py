@@ -1347,7 +1347,8 @@ def test_the_comparison_and_its_figures(data, tmp_path, figures, capsys, monkeyp
         assert np.allclose(right.lines[2 * k + 1].get_xdata(), np.array(tokens) / 1e6)
         assert np.allclose(right.lines[2 * k + 1].get_ydata(), np.subtract(val, [r["val_loss"] for r in logs[0] if "val_loss" in r]))
     for ax in (left, right):
-        assert [z.get_text() for z in sorted(ax.texts, key=lambda z: z.xyann[1])] == [z[0] for z in sorted(zip([z[0] for z in table], ax.lines[1::2]), key=lambda z: z[1].get_ydata()[-1])]
+        ends = sorted((line.get_ydata()[-1], f"{dict(zip('os^Dv*XP', '●■▲◆▼★✖✚'))[line.get_marker()]} {z[0]}") for z, line in zip(table, ax.lines[1::2]))
+        assert [z.get_text() for z in sorted(ax.texts, key=lambda z: z.xyann[1])] == [name for _, name in ends]
         assert ax.get_xlabel() == "training tokens (millions)" and "nats per token" in ax.get_ylabel()
         assert min(np.diff(sorted(z.xyann[1] for z in ax.texts))) > 0.04 * np.ptp(ax.get_ylim())         # names do not overlap
         assert len({(z.get_color(), str(z._dash_pattern), z.get_marker()) for z in ax.lines[1::2]}) == len(modes)
@@ -1463,7 +1464,7 @@ def test_figures_refuse_with_one_sentence(data, tmp_path, figures, capsys):
     rows, axes = drawn(figures, capsys, "heads", a, "--text", tmp_path / "long.txt", "--data", data, "--out", tmp_path / "f.png")
     assert list(rows) == ["0", "1", "all"]
     _, axes = drawn(figures, capsys, "curves", a, "--out", tmp_path / "f.png")   # one run without an evaluation, of one step
-    assert len(axes) == 1 and axes[0].texts[0].get_text() == "mhar:2"
+    assert len(axes) == 1 and axes[0].texts[0].get_text() == "● mhar:2"
     for args in (["curves"], ["heads"], ["heads", a, b], ["mhar", a], ["tails", a]):
         with pytest.raises(SystemExit) as e:
             figures.main([*map(str, args)])
