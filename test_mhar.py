@@ -1083,6 +1083,9 @@ def test_several_modes_share_their_settings_and_end_with_the_paired_table(data, 
         assert float(row[2]) == pytest.approx(tail[m] - tail["baseline"], abs=1e-4) and rows["baseline"][2] == "+0.0000"
     train.main(flags)                                       # finished: nothing but the table again
     assert [z for z in capsys.readouterr().out.splitlines() if z.startswith("mhar:4  ")] == [z for z in out.splitlines() if z.startswith("mhar:4  ")]
+    del a["args"]["seed"]                                   # whether it is paired cannot be told, then
+    (tmp_path / "baseline" / "config.json").write_text(json.dumps(a))
+    assert "baseline is no folder of a run" in refused(capsys, train.main, ["--table", str(tmp_path / "baseline")])
 
 def test_several_modes_keep_their_own_settings_and_no_old_run(data, tmp_path, capsys, monkeypatch):
     for lr, mode in ((1e-3, "baseline"), (5e-3, "mhar:4")):

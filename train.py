@@ -166,7 +166,7 @@ def print_table(outs):
             loss = np.mean([r["val_loss"] for r in log if "val_loss" in r and r["iter"] + 1 >= 0.75 * args["max_iters"]] or [math.nan])
             speed = np.median([r["tokens_per_s"] for r in log[len(log) // 10:]] or [math.nan])      # past compilation
             memory, steps = max([r["memory_mb"] or 0 for r in log] or [0]), log[-1]["iter"] + 1 if log else 0
-            pairs.add((config["data"]["train"]["sha256"], args["batch_size"] * args["grad_accum"], *map(args.get, same)))
+            pairs.add((config["data"]["train"]["sha256"], args["batch_size"] * args["grad_accum"], *(args[k] for k in same)))
         except (OSError, KeyError, TypeError, ValueError) as e:
             raise ValueError(f"--table: {out} is no folder of a run ({type(e).__name__}: {e})") from e
         base = loss if base is None else base
