@@ -573,7 +573,8 @@ class BlockedRead(torch.autograd.Function):
         history.begun = True                                 # before what was saved: activation checkpointing recomputes it now
         out, = ctx.saved_tensors
         if (history.top is None) != (token is None) or history.top is not None and ctx.i >= history.top:
-            raise RuntimeError("a backward has already gone through this forward's fused reads; a second one needs kernel='eager'")
+            raise RuntimeError("a backward has already gone through this forward's fused reads; a second one needs "
+                               "kernel='eager', or mhar.route_ref")
         with on(out.device):
             do = torch.zeros_like(out) if do is None else do.contiguous()
             chained = ctx.needs_input_grad[1]                # by its token to an earlier site, not frozen
@@ -601,8 +602,10 @@ def blocked_router(q, g, H, eps=1e-6):
         if reason := unsupported(s.device, s.dtype):
             raise ValueError(f"the router cannot run here: {reason}; mhar.route_ref can")
         want = (*(history.shape if history else s.shape[:-1]), q.size(1)), q.device, history.dtype if history else s.dtype
-        if i == len(q) or (s.shape, s.device, s.dtype) != want:
-            raise ValueError(f"this router has {len(q)} reads, and source {i} is {tuple(s.shape)}, {s.device}, {s.dtype}; expected {want}")
+        if i == len(q):
+            raise ValueError(f"this router has {i} reads, one for each row of q, and all were made; a forward starts with a new router")
+        if (s.shape, s.device, s.dtype) != want:
+            raise ValueError(f"source {i} of {len(q)} is {tuple(s.shape)}, {s.device}, {s.dtype}; expected {want}")
         if torch.is_grad_enabled() != tracked:
             raise RuntimeError(f"read {i} runs with{'out' * tracked} gradient, the router was made with{'out' * (not tracked)}")
         history = history or History(s, w, H, float(eps))

@@ -415,7 +415,7 @@ def test_route_edges():
     Q, G = (torch.randn(3, 8, device=DEVICE, requires_grad=True) for _ in range(2))
     x = torch.randn(1, 2, 8, device=DEVICE)
     for H, sources, words in ((3, [], "H = 3"), (2, [x, x[..., :7]], "source 1 is .1, 2, 7."), (2, [x, x.repeat(1, 2, 1)], "1, 4, 8.*1, 2, 8"),
-                              (2, [x, x.bfloat16()], "bfloat16.*float32"), (2, [x] * 4, "has 3 reads")):
+                              (2, [x, x.bfloat16()], "bfloat16.*float32"), (2, [x] * 4, "has 3 reads.*all were made")):
         with pytest.raises(ValueError, match=words):
             step = route_kernel.blocked_router(Q, G, H)
             [step(z) for z in sources]
@@ -1083,6 +1083,7 @@ def test_several_modes_share_their_settings_and_end_with_the_paired_table(data, 
         assert float(row[2]) == pytest.approx(tail[m] - tail["baseline"], abs=1e-4) and rows["baseline"][2] == "+0.0000"
     train.main(flags)                                       # finished: nothing but the table again
     assert [z for z in capsys.readouterr().out.splitlines() if z.startswith("mhar:4  ")] == [z for z in out.splitlines() if z.startswith("mhar:4  ")]
+    assert "subfolders" in refused(capsys, train.main, ["--data", data, "--out", str(tmp_path), "--resume"])     # --mode forgotten
     del a["args"]["seed"]                                   # whether it is paired cannot be told, then
     (tmp_path / "baseline" / "config.json").write_text(json.dumps(a))
     assert "baseline is no folder of a run" in refused(capsys, train.main, ["--table", str(tmp_path / "baseline")])

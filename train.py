@@ -368,12 +368,13 @@ def train(args, config, meta, ckpt, device, dtype):
               f"{config.vocab_size:,}\n{size} x {name}{', sharded' * args.fsdp}, {args.param_dtype} parameters, {str(dtype)[6:]} compute, "
               f"compile {'on' if args.compile else 'off'}, CUDA graph {'on' if args.cuda_graph else 'off'}, depth reads "
               f"{'fused' if args.fused else 'eager'}\nsteps {step:,} to {args.max_iters:,} of {per_step:,} tokens, "
-              f"{data['train'].windows * config.block_size / per_step:,.1f} an epoch -> {args.out}", flush=True)
+              f"{data['train'].windows * config.block_size / per_step:,.1f} an epoch{'' if args.bench else ' -> ' + args.out}", flush=True)
     if rank == 0 and not args.bench:
         os.makedirs(args.out, exist_ok=True)
         kept = [r for r in read_log(args.out) if r["iter"] < step] if step else []          # back to the checkpoint's step
         write_atomic(log_path, "".join(json.dumps(r) + "\n" for r in kept))
-        git = shutil.which("git") and ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "HEAD"]
+        git = shutil.which("git") and ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty",
+                                       "--abbrev=40", "--exclude=*"]         # the commit; with "-dirty" where a file differs from it
         write_atomic(os.path.join(args.out, "config.json"), json.dumps(dict(
             name=args.name, parameters=model.num_params(), model=asdict(config), args=vars(args), data=meta, processes=size, device=name,
             torch=torch.__version__, commit=git and subprocess.run(git, capture_output=True, text=True).stdout.strip() or None), indent=1))
@@ -426,7 +427,7 @@ def train(args, config, meta, ckpt, device, dtype):
                       f"tokens/s  MFU {mfu}  {(shown - start) / (step - first) * (last - step):,.0f} s left", flush=True)
     sum_over_ranks(torch.zeros((), device=device)).item()   # torchrun ends the others when one leaves, and rank 0 may still be saving
     if got or stop:                                         # stop alone: another rank's signal
-        print(f"stopped by a signal, saved at step {step:,}; the same command with --resume continues", flush=True) if rank == 0 else None
+        print(f"stopped by a signal, saved at step {step:,}; --resume, without --overwrite, continues", flush=True) if rank == 0 else None
         sys.exit(128 + (got or [signal.SIGTERM])[0])
     if rank == 0 and first < step == args.max_iters:
         finish(args, meta, model, device, record.get("val_loss"))
@@ -449,7 +450,7 @@ def parser():
     g.add_argument("--text", metavar="FILE", help="with --eval_only: the perplexity of this text file instead of the validation loss")
     g.add_argument("--bench", action="store_true", help="time steps of these modes and leave; nothing is written")
     g.add_argument("--table", nargs="+", metavar="DIR", help="print the paired table of these runs and leave")
-    g = p.add_argument_group("model fields", argument_default=argparse.SUPPRESS)
+    g = p.add_argument_group("model fields", "what they mean: GPTConfig in mhar.py", argument_default=argparse.SUPPRESS)
     for f in fields(GPTConfig):
         text = (by_scale(SCALES, f.name) if f.name in SCALES["tiny"] else "the data's, rounded up to a multiple of 64"
                 if f.default is MISSING else f.default)
@@ -469,10 +470,8 @@ def parser():
             ("ema", 0.0, "factor of a moving average of the weights, in fp32, saved and evaluated as ema_val_loss; 0: none"),
             ("seed", 42, "of weights and data order"), ("eval_interval", int, "steps between evaluations; 0: never"),
             ("eval_iters", 20, "size of an evaluation, in steps' batches"), ("ckpt_interval", 1000, "steps between saves; 0: at the end")):
-        if name in RECIPES["tiny"]:
-            g.add_argument("--" + name, type=value, help=f"{text} (default: {by_scale(RECIPES, name)})")
-        else:
-            g.add_argument("--" + name, type=type(value), default=value, help=text)
+        own = {"type": type(value), "default": value} if name not in RECIPES["tiny"] else {"type": value}
+        g.add_argument("--" + name, **own, help=text if "default" in own else f"{text} (default: {by_scale(RECIPES, name)})")
     g.add_argument("--min_lr", type=float, default=None, help="final rate; default: a tenth of the peak")
     g.add_argument("--decay", default="all", choices=("all", "matrices", "projections"), help="what weights decay; see configure_optimizer")
     g = p.add_argument_group("machine")
@@ -559,7 +558,8 @@ def main(argv=None):
         if args.resume or args.eval_only and not args.init_from:    # settings: a flag over the checkpoint over the recipe
             ckpts = [load_checkpoint(out) for out in outs]
             if not any(ckpts) or args.eval_only and not all(ckpts):
-                raise ValueError(f"there is no checkpoint ckpt.pt in {' or '.join(outs)}")
+                raise ValueError(f"there is no checkpoint ckpt.pt in {' or '.join(outs)}"
+                                 + "; its subfolders have some: give the --mode that made them" * any(Path(args.out).glob("*/ckpt.pt")))
             for i, ckpt in enumerate(ckpts):                # each its own
                 p.set_defaults(**{k: v for k, v in (ckpt or next(filter(None, ckpts)))["args"].items() if k != "mode" or not several})
                 flags[i] = p.parse_args(argv)
