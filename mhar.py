@@ -181,7 +181,7 @@ class DeltaRouting(nn.Module):
     delta: h_i = p_i + gate_i * read_i, with p the intact running sum, so that a trained baseline can be converted.
 
     Sources of a site: its null vector, the embedding, and p_end - p_start of every finished block of layers; block b holds
-    layers floor(b L/n) .. floor((b+1) L/n) - 1. There is no final read. Gate zero makes it the baseline exactly.
+    layers floor(b L/n) .. floor((b+1) L/n) - 1, and the last one's delta no site reads. No final read. Gate zero makes it the baseline exactly.
     """
     def __init__(self, c):
         super().__init__()
@@ -191,7 +191,7 @@ class DeltaRouting(nn.Module):
         self.q, self.g, self.null = (nn.Parameter(torch.empty(self.n_site, c.n_embd)) for _ in range(3))
         self.gate = nn.Parameter(torch.empty(self.n_site, 1))
 
-    def graft(self, p, read, gate):
+    def graft(self, p, read, gate):                         # by itself, since train.py compiles it
         return (upcast(p) + gate * upcast(read)).to(p.dtype)
 
     def stream(self, route):
@@ -235,7 +235,7 @@ class HyperConnections(nn.Module):
 
     def stream(self, route):
         i, X, b = -1, None, None                            # X [B, T, n, D] in the compute dtype
-        def step(x):                                        # x [B, T, D]
+        def step(x):                                        # x [B, T, D]: the write of f_{i-1}, then mix and read for f_i
             nonlocal i, X, b
             i += 1
             with torch.autocast(x.device.type, enabled=False):              # the maps stay fp32
@@ -409,7 +409,7 @@ class GPT(nn.Module):
         recompute = c.grad_checkpoint and torch.is_grad_enabled()
         run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if recompute else (lambda f, *args: f(*args))
         rope = self.rope(torch.arange(pos0, pos0 + idx.size(1), device=idx.device))
-        if kernels and isinstance(self.residual, DepthRouting) and not recompute:
+        if kernels and isinstance(self.residual, DepthRouting) and not recompute:     # no read of it can be made again alone
             stream = kernels.blocked_router(self.residual.q, self.residual.g, self.residual.H, c.norm_eps)
         else:
             read = route or (kernels.route if kernels else route_ref)
