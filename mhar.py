@@ -181,7 +181,7 @@ class DeltaRouting(nn.Module):
     delta: h_i = p_i + gate_i * read_i, with p the intact running sum, so that a trained baseline can be converted.
 
     Sources of a site: its null vector, the embedding, and p_end - p_start of every finished block of layers; block b holds
-    layers floor(b L/n) .. floor((b+1) L/n) - 1, and the last one's delta no site reads. No final read. Gate zero makes it the baseline exactly.
+    layers floor(b L/n) .. floor((b+1) L/n) - 1, and no site reads the last. No final read. Gate zero makes it the baseline exactly.
     """
     def __init__(self, c):
         super().__init__()
