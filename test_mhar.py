@@ -414,7 +414,7 @@ def test_route_edges():
         torch.autograd.grad(out.square().sum(), v, create_graph=True)[0].square().sum().backward()
     Q, G = (torch.randn(3, 8, device=DEVICE, requires_grad=True) for _ in range(2))
     x = torch.randn(1, 2, 8, device=DEVICE)
-    for H, sources, words in ((3, [], "H = 3"), (2, [x, x[..., :7]], "source 1 is .1, 2, 7."), (2, [x, x.repeat(1, 2, 1)], "1, 4, 8.*1, 2, 8"),
+    for H, sources, words in ((3, [], "H = 3"), (2, [x, x[..., :7]], "source 1 of 3 is .1, 2, 7."), (2, [x, x.repeat(1, 2, 1)], "1, 4, 8.*1, 2, 8"),
                               (2, [x, x.bfloat16()], "bfloat16.*float32"), (2, [x] * 4, "has 3 reads.*all were made")):
         with pytest.raises(ValueError, match=words):
             step = route_kernel.blocked_router(Q, G, H)
