@@ -581,23 +581,29 @@ class BlockedRead(torch.autograd.Function):
             ds, dw = history.read_backward(do, out, ctx.i, not chained)
         return ds, out.new_empty(0) if chained else None, dw, None, None
 
+@torch.compiler.disable
+def backward_pass():
+    """Which backward pass is running in this thread, -1 for none: checkpointing makes reads again in one."""
+    return torch._C._current_graph_task_id()
+
 def blocked_router(q, g, H, eps=1e-6):
     """
     The reads of a whole forward, for attnres and mhar: q, g [sites, D] -> step, where the i-th call step(s_i [B, T, D]) returns
     the read of site i over sources 0 .. i. Same values as `route`, each source scored once and K sites to one read of the old ones.
-    One backward per forward, and no read may be changed in place. Raises ValueError, with the numbers, for shapes, dtypes (under autocast:
-    cast the first source) or devices that do not fit.
+    One backward per forward, and neither a read nor a source may be changed in place. Raises ValueError, with the numbers, for
+    shapes, dtypes (under autocast: cast the first source) or devices that do not fit.
     """
     if q.dim() != 2 or q.shape != g.shape or not isinstance(H, int) or H < 1 or q.size(1) < 1 or q.size(1) % H:
         raise ValueError(f"q and g must be [sites, D] with D a multiple of H = {H}; got {tuple(q.shape)} and {tuple(g.shape)}")
     if q.device != g.device:
         raise ValueError(f"q and g must be on one device, got {q.device} and {g.device}")
-    w, history, token, i, tracked = q.float() * g.float(), None, None, 0, torch.is_grad_enabled()
+    w, history, token, i = q.float() * g.float(), None, None, 0
+    tracked, made_in = torch.is_grad_enabled(), backward_pass()
 
     @torch.compiler.disable
     def step(s):
         nonlocal history, token, i
-        if history and history.begun:
+        if history and history.begun or backward_pass() != made_in:         # the latter: checkpointing makes a read again
             raise RuntimeError("this forward's backward has begun: no reads now, nor one again (checkpoint whole forwards, or use `route`)")
         if reason := unsupported(s.device, s.dtype):
             raise ValueError(f"the router cannot run here: {reason}; mhar.route_ref can")

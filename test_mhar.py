@@ -446,6 +446,11 @@ def test_route_edges():
     step(x[0, ..., :8].clone().requires_grad_()).sum().backward()
     with pytest.raises(RuntimeError, match="backward has begun"):
         step(x[1, ..., :8])
+    step = route_kernel.blocked_router(Q, G, 2)             # the last read alone, with a row of q left: the op after it has it made again
+    step(x[0, ..., :8].clone().requires_grad_())
+    last = torch.utils.checkpoint.checkpoint(lambda z: step(z).sin().exp(), x[1, ..., :8].clone().requires_grad_(), use_reentrant=False)
+    with pytest.raises(RuntimeError, match="backward has begun"):
+        last.sum().backward()
 
 def test_kernel_choice(monkeypatch):
     cpu, fp32 = torch.device("cpu"), torch.float32
@@ -900,6 +905,8 @@ def test_loader_visits_each_window_once_an_epoch(tmp_path):
     assert all(sorted(e) == list(range(0, 1000, 10)) for e in epochs) and epochs[0] != epochs[1] != epochs[2]
     assert torch.equal(again.microbatch(49)[0], x[294:])    # a pure function, whatever came before and however it is cut
     assert not torch.equal(other.microbatch(0)[0], x[:6])
+    x, y = other.take([3])                                  # of one window too, evaluation writes into y
+    assert y.fill_(-100) is y and x.tolist() == [list(range(30, 40))]
     with pytest.raises(ValueError, match="1000.*vocab_size is 500"):
         train.Loader(tmp_path / "t.bin", np.uint16, 10, 100, 0, vocab_size=500).microbatch(0)
 
@@ -918,6 +925,18 @@ def test_resume_is_a_continuation_and_evaluation_changes_nothing(data, tmp_path)
     train.main(["--data", data, "--out", str(tmp_path / "p"), "--eval_only"])
     for name, flags in (("never", []), ("more", ["--eval_interval", 2, "--eval_iters", 3]), ("less", ["--eval_interval", 3, "--eval_iters", 1])):
         assert losses(run(data, tmp_path / name, "--max_iters", 12, *flags)) == losses(whole)
+
+def test_no_microbatch_is_read_that_is_not_trained_on(data, tmp_path, monkeypatch):
+    read, real = [], train.Loader.microbatch
+    monkeypatch.setattr(train.Loader, "microbatch", lambda loader, i: read.append(i) or real(loader, i))
+    run(data, tmp_path / "o", "--max_iters", 3)
+    assert read == [0, 1, 2, 3, 4, 5]
+
+def test_a_late_signal_of_another_rank_ends_all(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "sum_over_ranks", lambda x: x.add_(1) if x.dim() == 0 else x)
+    with pytest.raises(SystemExit) as e:
+        run(data, tmp_path / "o", "--max_iters", 2)
+    assert e.value.code == 128 + signal.SIGTERM and "saved at step 2" in capsys.readouterr().out
 
 def test_resume_refuses_another_run(data, tmp_path, capsys):
     out, other = tmp_path / "r", prepare(tmp_path, LINES[:3000], name="other")

@@ -87,7 +87,7 @@ class Loader:
         xy = torch.from_numpy(self.tokens[at].astype(np.int64))
         if self.vocab_size and xy.max() >= self.vocab_size:
             raise ValueError(f"{self.path} holds token id {xy.max()}, but its vocab_size is {self.vocab_size}")
-        return xy[:, :-1].contiguous(), xy[:, 1:].contiguous()
+        return xy[:, :-1].clone(), xy[:, 1:].clone()        # of one window too, where contiguous() would share memory
 
     def microbatch(self, i):
         """The i-th microbatch of the run."""
@@ -394,7 +394,7 @@ def train(args, config, meta, ckpt, device, dtype):
         while step < last and not stop:
             it, t0, lr = step, time.perf_counter(), get_lr(step, args.lr, args.warmup_iters, args.max_iters, floor)
             loss, norm = update(batches, lr)
-            batches = load(it + 1)                          # while the device computes
+            batches = load(it + 1) if it + 1 < last else None               # while the device computes
             seen = sum_over_ranks(torch.stack((loss, torch.full_like(loss, got[0] if got else 0))))
             try:
                 (loss, stop), grad_norm = seen.tolist(), full(norm).item()              # the one wait for the device
@@ -425,8 +425,8 @@ def train(args, config, meta, ckpt, device, dtype):
                 mfu = f"{record['mfu']:.1%}" if peak else "n/a"
                 print(f"step {step:,}/{last:,}  loss {loss:.4f}{val_loss}  lr {lr:.1e}  grad norm {grad_norm:.2f}  {per_step / dt:,.0f} "
                       f"tokens/s  MFU {mfu}  {(shown - start) / (step - first) * (last - step):,.0f} s left", flush=True)
-    sum_over_ranks(torch.zeros((), device=device)).item()   # torchrun ends the others when one leaves, and rank 0 may still be saving
-    if got or stop:                                         # stop alone: another rank's signal
+    late = sum_over_ranks(torch.tensor(float(len(got)), device=device)).item()      # torchrun ends all when one leaves; rank 0 has saved
+    if got or stop or late:                                 # got is empty: another rank's signal
         print(f"stopped by a signal, saved at step {step:,}; --resume, without --overwrite, continues", flush=True) if rank == 0 else None
         sys.exit(128 + (got or [signal.SIGTERM])[0])
     if rank == 0 and first < step == args.max_iters:
