@@ -52,7 +52,8 @@ def get_encoding(name):
         tiktoken.load.read_file = download                   # tiktoken's own waits for ever
         return tiktoken.get_encoding(name)
     if name != "bytes" and not name.endswith(TOKENIZER_FILES):
-        raise ValueError(f"encoding {name!r} is not bytes, a tokenizer.json, a .tiktoken file or one of {tiktoken.list_encoding_names()}")
+        raise ValueError(f"encoding {name!r} is not bytes, a path to a tokenizer.json or .tiktoken file, or one of "
+                         f"{tiktoken.list_encoding_names()}")
     try:
         if name.endswith(".json"):
             return encoding_from_json(name)
@@ -126,7 +127,8 @@ def find_files(inputs):
         found = [path] if os.path.isfile(path) else sorted(os.path.join(d, f) for d, _, fs in os.walk(path) for f in fs)
         known = [f for f in found if f.lower().endswith(ENDINGS) and os.path.isfile(f)]
         if not known:
-            raise ValueError(f"input {path} is or holds no file that ends in one of {' '.join(ENDINGS)}")
+            raise ValueError(f"input {path} " + (f"is or holds no file that ends in one of {' '.join(ENDINGS)}" if os.path.exists(path)
+                                                  else "does not exist"))
         if len(known) < len(found):
             print(f"{path}: {len(found) - len(known)} files with other endings left out", file=sys.stderr)
         files += known

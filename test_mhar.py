@@ -759,6 +759,7 @@ def test_input_kinds(tmp_path, capsys):
     meta = prepare_data.read_meta(d)
     assert meta["replaced"] == 1 and meta["blank"] == 2 and "1 files with other endings" in capsys.readouterr().err
     assert "'body'" in refused(capsys, prepare, tmp_path, src / "e.parquet", name="f", text_key="body")
+    assert "does not exist" in refused(capsys, prepare, tmp_path, src / "no", name="g")
 
 @pytest.mark.parametrize("name, content, words", [
     ("j.jsonl", b'{"text":"a"}\n{"text":"b"\n', ["j.jsonl:2", "delimiter"]), ("j.jsonl", b'{"text":7}\n', ["j.jsonl:1", "7"]),

@@ -502,7 +502,7 @@ def settings(args, spec, out):
     if args.init_from:
         given = ckpt["config"] if ckpt else asdict(pretrained(args.init_from, "meta").config)
         if mode != given["mode"] and (given["mode"], mode) != ("baseline", "delta"):
-            raise ValueError(f"--init_from: {mode} is another function than {given['mode']}; the same mode or a baseline's delta is not")
+            raise ValueError(f"--mode {mode} is another function than {given['mode']}, --init_from's; give its mode, or a baseline's delta")
         free = ["block_size", "kernel", "grad_checkpoint", *["route_heads", "delta_blocks"] * (given["mode"] == "baseline")]
         if wrong := [f"--{k} {v}" for k, v in {**vars(args), **heads}.items() if k in given and k not in ("mode", *free) and v != given[k]]:
             raise ValueError(f"{', '.join(wrong)}: the model of --init_from is another; only {', '.join(free)} can be set")
