@@ -570,7 +570,7 @@ class BlockedRead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do, token):
         history = ctx.history
-        history.begun = True                                 # before what was saved: activation checkpointing recomputes it now
+        history.begun = True                                 # no read after this, also when the pass is over
         out, = ctx.saved_tensors
         if (history.top is None) != (token is None) or history.top is not None and ctx.i >= history.top:
             raise RuntimeError("a backward has already gone through this forward's fused reads; a second one needs "
@@ -603,7 +603,7 @@ def blocked_router(q, g, H, eps=1e-6):
     @torch.compiler.disable
     def step(s):
         nonlocal history, token, i
-        if history and history.begun or backward_pass() != made_in:         # the latter: checkpointing makes a read again
+        if history and history.begun or backward_pass() != made_in:         # over, or under way: checkpointing makes a read again
             raise RuntimeError("this forward's backward has begun: no reads now, nor one again (checkpoint whole forwards, or use `route`)")
         if reason := unsupported(s.device, s.dtype):
             raise ValueError(f"the router cannot run here: {reason}; mhar.route_ref can")

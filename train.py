@@ -373,8 +373,7 @@ def train(args, config, meta, ckpt, device, dtype):
         os.makedirs(args.out, exist_ok=True)
         kept = [r for r in read_log(args.out) if r["iter"] < step] if step else []          # back to the checkpoint's step
         write_atomic(log_path, "".join(json.dumps(r) + "\n" for r in kept))
-        git = shutil.which("git") and ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty",
-                                       "--abbrev=40", "--exclude=*"]         # the commit; with "-dirty" where a file differs from it
+        git = shutil.which("git") and ["git", "-C", os.path.dirname(__file__), *"describe --always --dirty --abbrev=40 --exclude=*".split()]
         write_atomic(os.path.join(args.out, "config.json"), json.dumps(dict(
             name=args.name, parameters=model.num_params(), model=asdict(config), args=vars(args), data=meta, processes=size, device=name,
             torch=torch.__version__, commit=git and subprocess.run(git, capture_output=True, text=True).stdout.strip() or None), indent=1))
@@ -425,8 +424,8 @@ def train(args, config, meta, ckpt, device, dtype):
                 mfu = f"{record['mfu']:.1%}" if peak else "n/a"
                 print(f"step {step:,}/{last:,}  loss {loss:.4f}{val_loss}  lr {lr:.1e}  grad norm {grad_norm:.2f}  {per_step / dt:,.0f} "
                       f"tokens/s  MFU {mfu}  {(shown - start) / (step - first) * (last - step):,.0f} s left", flush=True)
-    late = sum_over_ranks(torch.tensor(float(len(got)), device=device)).item()      # torchrun ends all when one leaves; rank 0 has saved
-    if got or stop or late:                                 # got is empty: another rank's signal
+    signalled = sum_over_ranks(torch.tensor(float(len(got)), device=device)).item() # torchrun ends all when one leaves; rank 0 has saved
+    if signalled:                                           # got may be empty: another rank's signal
         print(f"stopped by a signal, saved at step {step:,}; --resume, without --overwrite, continues", flush=True) if rank == 0 else None
         sys.exit(128 + (got or [signal.SIGTERM])[0])
     if rank == 0 and first < step == args.max_iters:
@@ -470,8 +469,9 @@ def parser():
             ("ema", 0.0, "factor of a moving average of the weights, in fp32, saved and evaluated as ema_val_loss; 0: none"),
             ("seed", 42, "of weights and data order"), ("eval_interval", int, "steps between evaluations; 0: never"),
             ("eval_iters", 20, "size of an evaluation, in steps' batches"), ("ckpt_interval", 1000, "steps between saves; 0: at the end")):
-        own = {"type": type(value), "default": value} if name not in RECIPES["tiny"] else {"type": value}
-        g.add_argument("--" + name, **own, help=text if "default" in own else f"{text} (default: {by_scale(RECIPES, name)})")
+        by_recipe = name in RECIPES["tiny"]                 # the default is the recipe's, and value only its type
+        g.add_argument("--" + name, type=value if by_recipe else type(value), default=argparse.SUPPRESS if by_recipe else value,
+                       help=f"{text} (default: {by_scale(RECIPES, name)})" if by_recipe else text)
     g.add_argument("--min_lr", type=float, default=None, help="final rate; default: a tenth of the peak")
     g.add_argument("--decay", default="all", choices=("all", "matrices", "projections"), help="what weights decay; see configure_optimizer")
     g = p.add_argument_group("machine")
