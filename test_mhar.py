@@ -1077,6 +1077,12 @@ def test_bench(data, tmp_path, capsys):
 def test_flags_are_refused_before_any_work(data, tmp_path, capsys, flags, words):
     assert re.search(words, refused(capsys, run, data, tmp_path / "o", *flags)) and not os.path.exists(tmp_path / "o")
 
+def test_a_process_without_a_gpu_of_its_own_is_refused(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")                   # the third process of a node with two GPUs
+    assert "cuda is not available here to process 2; auto takes what there is, one GPU a process" in refused(capsys, train.main, ["--data", data, "--out", str(tmp_path / "o")])
+
 def test_flags_switch_off_and_odd_ones_are_errors(data, capsys):
     assert [train.parser().parse_args(z).compile for z in (["--no_compile", "--no_qk_norm"], ["--compile"])] == [False, True]
     for flag in (["--compile", "False"], ["--compile=false"], ["--compile", "0"], ["--max_iter", "3"], ["--leraning_rate", "1"]):
@@ -1347,7 +1353,7 @@ def drawn(figures, capsys, *args):
     """Runs the figure command -> printed rows {first word: numbers}, the axes of the figure."""
     figures.plt.close("all")
     figures.main([str(a) for a in args])
-    out, png = capsys.readouterr().out, str(args[args.index("--out") + 1])
+    out, png = capsys.readouterr().out, str(args[args.index("--out") + 1]).removesuffix(".png") + ".png"
     pixels = figures.plt.imread(png)
     assert out.endswith(f"-> {png}\n") and pixels.shape[1] > 700 and pixels[..., 0].min() < 0.1 < 0.5 < pixels[..., 0].mean()
     return {z.split()[0]: np.array(re.findall(r"-?\d+\.\d+", z), float) for z in out.splitlines() if re.match(r"\w+ +-?\d\.", z)}, figures.plt.gcf().axes
@@ -1487,7 +1493,7 @@ def test_figures_refuse_with_one_sentence(data, tmp_path, figures, capsys):
     (tmp_path / "long.txt").write_text("a longer text " * 20)
     rows, axes = drawn(figures, capsys, "heads", a, "--text", tmp_path / "long.txt", "--data", data, "--out", tmp_path / "f.png")
     assert list(rows) == ["0", "1", "all"]
-    _, axes = drawn(figures, capsys, "curves", a, "--out", tmp_path / "f.png")   # one run without an evaluation, of one step
+    _, axes = drawn(figures, capsys, "curves", a, "--out", tmp_path / "f")       # one run without an evaluation, of one step
     assert len(axes) == 1 and axes[0].texts[0].get_text() == "● mhar:2"
     for args in (["curves"], ["heads"], ["heads", a, b], ["mhar", a], ["tails", a]):
         with pytest.raises(SystemExit) as e:

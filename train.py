@@ -345,14 +345,13 @@ def train(args, config, meta, ckpt, device, dtype):
         return torch.autocast(device.type, dtype, enabled=dtype.itemsize < m.embed.weight.itemsize, cache_enabled=False)
     data = {s: Loader(os.path.join(args.data, s + ".bin"), meta["dtype"], config.block_size, args.batch_size, args.seed,
                       meta["vocab_size"]) for s in ("train", "val")}
-    step, per_step = 0, args.batch_size * args.grad_accum * config.block_size
+    step, per_step = ckpt["step"] if ckpt else 0, args.batch_size * args.grad_accum * config.block_size
     floor = 0.1 if args.min_lr is None else args.min_lr / (args.lr or 1.0)
     eval_sequences = args.eval_iters * args.batch_size * args.grad_accum
     if ckpt:                                                # the optimizer's state, not its groups: weight decay is a flag's
         params = [p for group in optimizer.param_groups for p in group["params"]]
         state = {i: {k: cut(v, params[i]) for k, v in s.items()} for i, s in ckpt["optimizer"]["state"].items()}
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        step = ckpt["step"]
     if args.eval_only:
         for m in models.values():
             loss = evaluate(m, text or data["val"], text.windows if text else eval_sequences, device, autocast)
@@ -424,8 +423,7 @@ def train(args, config, meta, ckpt, device, dtype):
                 mfu = f"{record['mfu']:.1%}" if peak else "n/a"
                 print(f"step {step:,}/{last:,}  loss {loss:.4f}{val_loss}  lr {lr:.1e}  grad norm {grad_norm:.2f}  {per_step / dt:,.0f} "
                       f"tokens/s  MFU {mfu}  {(shown - start) / (step - first) * (last - step):,.0f} s left", flush=True)
-    signalled = sum_over_ranks(torch.tensor(float(len(got)), device=device)).item() # torchrun ends all when one leaves; rank 0 has saved
-    if signalled:                                           # got may be empty: another rank's signal
+    if sum_over_ranks(torch.tensor(float(len(got)), device=device)).item():        # any rank's signal: torchrun ends all when one leaves
         print(f"stopped by a signal, saved at step {step:,}; --resume, without --overwrite, continues", flush=True) if rank == 0 else None
         sys.exit(128 + (got or [signal.SIGTERM])[0])
     if rank == 0 and first < step == args.max_iters:
@@ -567,14 +565,17 @@ def main(argv=None):
         if len(set(outs)) < len(outs):
             raise ValueError(f"--mode {args.mode} names a run twice")
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-        if kind not in ("cpu", "cuda", "mps") or not (kind == "cpu" or getattr(torch, kind).is_available()):
-            raise ValueError(f"--device {kind} is not available here; auto takes what there is")
+        local = int(os.environ.get("LOCAL_RANK", "0"))      # among the node's processes, from 0
+        if kind not in ("cpu", "cuda", "mps") or kind != "cpu" and local >= getattr(torch, kind).device_count():
+            raise ValueError(f"--device {kind} is not available here to process {local}; auto takes what there is, one GPU a process")
         if args.cuda_graph and kind != "cuda":
             raise ValueError(f"--cuda_graph needs --device cuda, not {kind}")
+        device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
+        torch.cuda.set_device(device) if kind == "cuda" else None
         if "RANK" in os.environ and not dist.is_initialized():
-            dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(hours=1))      # a long save
+            dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(hours=1),      # a long save
+                                    device_id=device if kind == "cuda" else None)
         rank, size = world()
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else None
         if args.data == DEFAULT_DATA and not os.path.exists(args.data) and rank == 0:
             print("preparing the default corpus, the Python standard library's own sources", flush=True)
             prepare_data.main(["--out", args.data, "--val_frac", "0.05"])
@@ -583,8 +584,7 @@ def main(argv=None):
         dist.barrier() if size > 1 else None                # all accept before anything is lost
         for out in outs if args.overwrite and not (args.bench or args.eval_only) and rank == 0 else ():
             Path(out, "ckpt.pt").unlink(missing_ok=True)    # of all modes: --resume must not find an old run
-        device, dtype = torch.device(kind), args.param_dtype if kind != "cuda" else "bfloat16"
-        dtype = getattr(torch, dtype if args.dtype == "auto" else args.dtype)
+        dtype = getattr(torch, args.dtype if args.dtype != "auto" else "bfloat16" if kind == "cuda" else args.param_dtype)
         for args, config, *_ in runs:
             args.compile = kind == "cuda" if args.compile is None else args.compile
             args.cuda_graph = kind == "cuda" and not args.fsdp if args.cuda_graph is None else args.cuda_graph

@@ -181,7 +181,7 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     p.add_argument("figure", nargs="?", default="mhar", choices=("mhar", "curves", "heads"))
     p.add_argument("runs", nargs="*", metavar="RUN_DIR", help="folders of train.py: one or more for curves, one for heads")
-    p.add_argument("--out", metavar="PNG", help="where to write the figure (default: FIGURE.png in the first RUN_DIR)")
+    p.add_argument("--out", metavar="PNG", type=lambda s: s if Path(s).suffix else s + ".png", help="default: FIGURE.png in RUN_DIR")
     p.add_argument("--data", help="heads: folder whose val split is read (default: that of the run)")
     p.add_argument("--text", metavar="FILE", help="heads: text to read instead of a val split")
     p.add_argument("--windows", type=int, default=32, help="heads: how many windows of block_size tokens to read (default: 32)")
