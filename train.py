@@ -197,9 +197,8 @@ def evaluate(model, data, sequences, device, autocast):
 
 def text_windows(args, T):
     """
-    --text FILE -> its windows, to be evaluated as a split is, and its number of bytes, words (between white space) and tokens.
-    One end-of-text token and then the text's are cut into windows of T that do not overlap: each token is predicted once, from
-    those before it in its window, the first of a window from the last of the window before.
+    --text FILE -> its windows, for `evaluate`, and its number of bytes, words (between white space) and tokens. One end-of-text token and
+    then the text's are cut into windows of T inputs that do not overlap: each token is predicted once, from its window's up to it.
     """
     text, ids = prepare_data.read_text(args.data, args.text)
     ids, pad = torch.tensor(ids), torch.full((-(len(ids) - 1) % T,), -100)
@@ -310,8 +309,9 @@ def stepper(args, model, optimizer, autocast, batch):
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         loss = sum(run(*batch).clone() for batch in microbatches)
-        for p in model.parameters() if not args.fsdp else ():
-            sum_over_ranks(p.grad)                          # not the mean: each loss was divided by the global grad_accum
+        with dist._coalescing_manager() if dist.is_initialized() else contextlib.nullcontext():  # one call: NCCL is slow with small ones
+            for p in model.parameters() if not args.fsdp else ():
+                sum_over_ranks(p.grad)                      # not the mean: each loss was divided by the global grad_accum
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         if args.grad_clip:
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.grad_clip, norm)
