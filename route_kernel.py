@@ -25,17 +25,17 @@ All S reads of a forward, by the blocked router. Site by site, read i takes all 
 that backward, and a read and write of an fp32 gradient for each. Two facts save most of it:
 
     queries are parameters   the scores of a source at all later sites are matrix products, made once and for many tokens together
-    sites come in blocks     K = 16 of them share one read of the sources before their block; likewise in backward
-                             their gradients reach those sources together, one read and write of the fp32 gradient a block
+    sites come in blocks     K = 16 of them share one read of the sources before their block; likewise in backward K sources
+                             share one read of the do of all later sites, and their gradients add up on chip
 
     forward    score       V[n] = s_n, and its products with the w of its block's sites (r_n follows in the site read)
                score       at a block's first site: of the block before, with the w of all later sites
                block read  at a block's first site: the K sites' mixes of the older sources, by online softmax
                site read   that share, plus the sources that arrived inside the block
-    backward   gather      site k: D_h = do_h . out_h instead of the sum (flash-attention's trick), then the whole gradient of the
-    (sites                 source that arrived there: from the block's sites k.. and from what later blocks have pushed
-    last to    push        at a block's first site: from its K sites to the older sources, fp32
-    first)     query       at a block's first site: dw of its K sites
+    backward   pull        at a block's last site: the gradients of its K sources from the sites of later blocks, written once, in fp32
+    (sites     gather      site k: D_h = do_h . out_h instead of the sum (flash-attention's trick), then the whole gradient of the
+    last to                source that arrived there: from the block's sites k.. and what was pulled
+    first)     query       at a block's first site: dw of its own and of all later sites, from its K sources
 
 The S^2/2 row reads of a forward become S^2/2K between blocks and S K/2 inside them; `moved` counts the bytes of both directions.
 Rounding in bf16: w is split in two bf16 parts where it scores; D_h comes from the rounded read.
@@ -48,7 +48,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-INTS = ["BT", "N", "n", "flat", "block", "k", "k_end", "top"]    # one compiled kernel whatever their values
+INTS = ["BT", "N", "n", "flat", "block", "blocks", "k", "k_end", "top"]    # one compiled kernel whatever their values
 
 @triton.jit
 def inverse_root(x):
@@ -274,7 +274,8 @@ def dot(a, b, F32: tl.constexpr, HALF: tl.constexpr):
     return tl.dot(a.to(HALF), b.to(HALF))
 
 # Scores before the norm, w_h . s_n[h], as their readers want them, one block behind the other: of the block's own sources
-# Y [site, source up to it, BT, H]; of its old sources Z [source, H, BT, K]. In backward dx r of all of them, of one block at a time, as Z.
+# Y [site, source up to it, BT, H]; of its old sources Z [source, H, BT, K]. In backward dx r of one block's sources, as Z: at its own
+# sites and, behind them, at those of each later block.
 @triton.jit
 def own(p_y, block, site, n, BT, H: tl.constexpr, K: tl.constexpr):
     return p_y + (block * (K * (K + 1) // 2) + site * (site + 1) // 2 + n).to(tl.int64) * BT * H
@@ -383,24 +384,24 @@ def site_read_kernel(p_s, p_v, p_r, p_y, p_part, p_m0, p_l0, p_out, p_stat, BT, 
 @triton.jit(do_not_specialize=INTS)
 def gather_kernel(p_grad, p_out, p_v, p_r, p_y, p_dx, p_w, p_do, p_stat, p_acc, p_c, p_ds, BT, block, k, k_end, D: tl.constexpr,
                   H: tl.constexpr, DH: tl.constexpr, HP: tl.constexpr, CW: tl.constexpr, K: tl.constexpr, TT: tl.constexpr,
-                  PUSHED: tl.constexpr):
+                  PULLED: tl.constexpr):
     """
     Site k of the block gets its gradient: keeps it and D_h = do_h . out_h. That completes the gradient of source bK+k, from the sites
-    k .. k_end-1 of its own block, and what later blocks have pushed. The dx r are what dw needs.
+    k .. k_end-1 of its own block, and what was pulled from later blocks. The dx r are what dw needs.
     """
     o_t, o_h, o_c = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT), tl.arange(0, HP), tl.arange(0, CW)
     m_t, m_h, rows, n = o_t < BT, o_h < H, BT.to(tl.int64), block * K + k
     m_th, mask = m_t[:, None] & m_h[None, :], m_t[:, None, None] & m_h[None, :, None] & (o_c < DH)[None, None, :]
     o, o_th = o_t[:, None, None] * D + o_h[None, :, None] * DH + o_c[None, None, :], o_t[:, None] * H + o_h[None, :]
     b_v, b_do = load_row(p_v + n * rows * D + o, mask, DH, CW), load_row(p_grad + o, mask, DH, CW)                     # [TT, HP, CW]
-    store_row(p_do + k * rows * D + o, b_do, mask, DH, CW)
+    store_row(p_do + n * rows * D + o, b_do, mask, DH, CW)
     delta = inner(b_do, load_row(p_out + o, mask, DH, CW))                                                             # [TT, HP]
-    p_statj = p_stat + k * rows * 3 * H + o_t[:, None] * 3 * H + o_h[None, :]
+    p_statj = p_stat + n * rows * 3 * H + o_t[:, None] * 3 * H + o_h[None, :]
     tl.store(p_statj + 2 * H, delta, mask=m_th)
     r = tl.load(p_r + n * rows + o_t, mask=m_t, other=0.0)[:, None]
     zero, o_k = tl.zeros([TT, HP], tl.float32), tl.arange(0, K)
     ds, c, rdx = times(b_v, zero), zero, tl.zeros([TT, HP, K], tl.float32)
-    p_doj, p_wj, p_yj = p_do + k * rows * D + o, p_w + n * D + o - (o_t * D)[:, None, None], own(p_y, block, k, k, BT, H, K) + o_th
+    p_doj, p_wj, p_yj = p_do + n * rows * D + o, p_w + n * D + o - (o_t * D)[:, None, None], own(p_y, block, k, k, BT, H, K) + o_th
     for j in range(k, k_end):
         m, inv = tl.load(p_statj, mask=m_th, other=0.0), tl.load(p_statj + H, mask=m_th, other=0.0)
         p_statj += rows * 3 * H
@@ -417,69 +418,75 @@ def gather_kernel(p_grad, p_out, p_v, p_r, p_y, p_dx, p_w, p_do, p_stat, p_acc, 
         b_do, delta = b_next, delta_next
         p_yj += (j + 1) * rows * H
         p_wj += D
-    p_dxn = p_dx + ((n.to(tl.int64) * H + o_h)[None, :] * rows + o_t[:, None])[:, :, None] * K + o_k[None, None, :]
+    p_dxn = p_dx + ((k.to(tl.int64) * H + o_h)[None, :] * rows + o_t[:, None])[:, :, None] * K + o_k[None, None, :]
     tl.store(p_dxn, rdx.to(p_dx.dtype.element_ty), mask=m_th[:, :, None])
-    if PUSHED:
-        ds = add(load_row(p_acc + n * rows * D + o, mask, DH, CW), zero + 1.0, ds)
-        c += tl.load(p_c + n * rows * H + o_th, mask=m_th, other=0.0)
+    if PULLED:
+        ds = add(load_row(p_acc + k * rows * D + o, mask, DH, CW), zero + 1.0, ds)
+        c += tl.load(p_c + k * rows * H + o_th, mask=m_th, other=0.0)
     store_row(p_ds + o, add(ds, zero - tl.sum(c, 1)[:, None] * r * r / D, b_v), mask, DH, CW)
 
 @triton.jit(do_not_specialize=INTS)
-def push_kernel(p_v, p_r, p_z, p_dx, p_w, p_do, p_stat, p_acc, p_c, BT, block, k_end, D: tl.constexpr, H: tl.constexpr,
-                DH: tl.constexpr, C: tl.constexpr, K: tl.constexpr, F32: tl.constexpr, PUSHED: tl.constexpr):
-    """The block's old sources: what gather does for one source and its sites, for tiles of K sources and all K sites."""
+def pull_kernel(p_v, p_r, p_z, p_dx, p_w, p_do, p_stat, p_acc, p_c, BT, block, top, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr,
+                C: tl.constexpr, CHUNKS: tl.constexpr, K: tl.constexpr, F32: tl.constexpr):
+    """The block's K sources, from all sites of later blocks, K at a time: what gather does for one source and the sites of its block."""
     t, h, o_k = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H, tl.arange(0, K)
-    m_k, p_statk = o_k < k_end, p_stat + (o_k.to(tl.int64) * BT + t) * 3 * H + h
-    m, inv = tl.load(p_statk, mask=m_k, other=0.0)[None, :], tl.load(p_statk + H, mask=m_k, other=0.0)[None, :]
-    delta = tl.load(p_statk + 2 * H, mask=m_k, other=0.0)[None, :]
-    p_dok = p_do + (o_k.to(tl.int64) * BT + t) * D + h * DH                                                            # [K]
-    for tile in range(block):
-        n = tile * K + o_k
-        o_n = n.to(tl.int64) * BT + t
-        P = tl.zeros([K, K], tl.float32)                                                                               # sources, sites
+    first, o_c = tl.program_id(1) * CHUNKS * C, tl.arange(0, C)             # of several programs, each with a share of the columns,
+    once = o_k + K * tl.program_id(1) < K                                   # one keeps dx and c
+    n = block * K + o_k
+    o_n = n.to(tl.int64) * BT + t
+    r, cx, acc = tl.load(p_r + o_n)[:, None], tl.zeros([K], tl.float32), ()
+    for _ in tl.static_range(CHUNKS):
+        acc = acc + (tl.zeros([K, C], tl.float32),)
+    for later in range(1, top // K - block + 1):
+        i = (block + later) * K + o_k                                                                                  # [K] sites
+        m_k, o_i = i <= top, i.to(tl.int64) * BT + t
+        p_stati, p_doi = p_stat + o_i * 3 * H + h, p_do + o_i * D + h * DH
+        m, inv = tl.load(p_stati, mask=m_k, other=0.0)[None, :], tl.load(p_stati + H, mask=m_k, other=0.0)[None, :]
+        P, delta = tl.zeros([K, K], tl.float32), tl.load(p_stati + 2 * H, mask=m_k, other=0.0)[None, :]                # P [sources, sites]
         for c in range(0, DH, C):
-            o_c = c + tl.arange(0, C)
-            b_v = tl.load(p_v + o_n[:, None] * D + h * DH + o_c[None, :], mask=(o_c < DH)[None, :], other=0.0)
-            b_do = tl.load(p_dok[None, :] + o_c[:, None], mask=m_k[None, :] & (o_c < DH)[:, None], other=0.0)         # [C, K]
+            m_c = c + o_c < DH
+            b_v = tl.load(p_v + o_n[:, None] * D + h * DH + (c + o_c)[None, :], mask=m_c[None, :], other=0.0)          # [K, C]
+            b_do = tl.load(p_doi[None, :] + (c + o_c)[:, None], mask=m_k[None, :] & m_c[:, None], other=0.0)           # [C, K]
             P += dot(b_v, b_do, F32, p_v.dtype.element_ty)
-        o_z, r = entry(n, h, t, o_k, BT, H, K), tl.load(p_r + o_n)[:, None]
-        x = tl.load(old(p_z, block, BT, H, K) + o_z) * r
+        x = tl.load(old(p_z, block + later, BT, H, K) + entry(n, h, t, o_k, BT, H, K)) * r
         a = tl.where(m_k[None, :], tl.exp(x - m) * inv, 0.0)
         dx = tl.where(a == 1.0, 0.0, a * (P - delta))        # read alone: P = D, but rounded otherwise
-        tl.store(p_dx + o_z, (dx * r).to(p_dx.dtype.element_ty))
-        cx = tl.sum(tl.where(m_k[None, :], dx * x, 0.0), 1)
-        p_cn = p_c + o_n * H + h
-        if PUSHED:
-            cx += tl.load(p_cn)
-        tl.store(p_cn, cx)
-        for c in range(0, DH, C):
-            o_c = c + tl.arange(0, C)
-            b_do = tl.load(p_dok[:, None] + o_c[None, :], mask=m_k[:, None] & (o_c < DH)[None, :], other=0.0)         # [K, C]
-            b_w = tl.load(p_w + (block * K + o_k)[:, None] * D + h * DH + o_c[None, :], mask=(o_c < DH)[None, :], other=0.0)
-            acc = dot(a, b_do, F32, p_v.dtype.element_ty) + dot(dx * r, b_w, F32, p_v.dtype.element_ty)
-            p_g, mask = p_acc + o_n[:, None] * D + h * DH + o_c[None, :], tl.full([K], 1, tl.int1)[:, None] & (o_c < DH)[None, :]
-            if PUSHED:
-                acc += tl.load(p_g, mask=mask, other=0.0)
-            tl.store(p_g, acc, mask=mask)
+        cx += tl.sum(tl.where(m_k[None, :], dx * x, 0.0), 1)
+        dx *= r
+        p_dxi = p_dx + entry(later * K + o_k, h, t, o_k, BT, H, K)
+        tl.store(p_dxi, dx.to(p_dx.dtype.element_ty), mask=once[:, None])
+        pulled = ()
+        for c in tl.static_range(CHUNKS):
+            o = first + c * C + o_c[None, :]
+            b_do = tl.load(p_doi[:, None] + o, mask=m_k[:, None] & (o < DH), other=0.0)                                # [K, C]
+            b_w = tl.load(p_w + i[:, None] * D + h * DH + o, mask=o < DH, other=0.0)
+            pulled = pulled + (acc[c] + dot(a, b_do, F32, p_v.dtype.element_ty) + dot(dx, b_w, F32, p_v.dtype.element_ty),)
+        acc = pulled
+    o_n = o_k.to(tl.int64) * BT + t
+    tl.store(p_c + o_n * H + h, cx, mask=once)
+    for c in tl.static_range(CHUNKS):
+        o = first + c * C + o_c[None, :]
+        tl.store(p_acc + o_n[:, None] * D + h * DH + o, acc[c], mask=tl.full([K], 1, tl.int1)[:, None] & (o < DH))
 
 @triton.jit(do_not_specialize=INTS)
-def query_kernel(p_v, p_dx, p_dw, BT, block, top, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
-                 TT: tl.constexpr, F32: tl.constexpr):
-    """dw_k[h] = sum_{n, t} (dx r) s_n[h] for the sites of a block, one partial sum per program."""
+def query_kernel(p_v, p_dx, p_dw, BT, block, top, blocks, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr,
+                 K: tl.constexpr, TT: tl.constexpr, F32: tl.constexpr):
+    """dw_i[h] = sum_{n, t} (dx r) s_n[h] over the block's sources, for its own sites or those of a later block; a partial sum a program."""
+    later, part, parts = tl.program_id(0) % blocks, tl.program_id(0) // blocks, tl.num_programs(0) // blocks
     o_k, h, rows = tl.arange(0, K), tl.program_id(1), BT.to(tl.int64)
     o_c = tl.program_id(2) * C + tl.arange(0, C)
     acc = tl.zeros([K, C], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(BT, TT), tl.num_programs(0)):
+    for tile in range(part, tl.cdiv(BT, TT), parts):
         o_t = tile * TT + tl.arange(0, TT).to(tl.int64)
         m_t = o_t < BT
-        mask, p_vn = m_t[:, None] & (o_c < DH)[None, :], p_v + o_t[:, None] * D + h * DH + o_c[None, :]
-        p_dxn = p_dx + h * rows * K + o_k[:, None] + o_t[None, :] * K
-        for _ in range(tl.minimum(block * K + K - 1, top) + 1):
+        mask, p_vn = m_t[:, None] & (o_c < DH)[None, :], p_v + (block * K * rows + o_t)[:, None] * D + h * DH + o_c[None, :]
+        p_dxn = p_dx + (later.to(tl.int64) * K * H + h) * rows * K + o_k[:, None] + o_t[None, :] * K
+        for _ in range(tl.minimum(K, top + 1 - block * K)):
             b_x = tl.load(p_dxn, mask=m_t[None, :], other=0.0)                                                         # [K, TT]
             acc += dot(b_x, tl.load(p_vn, mask=mask, other=0.0), F32, p_v.dtype.element_ty)
             p_dxn += rows * H * K
             p_vn += rows * D
-    o = (tl.program_id(0) * K + o_k)[:, None] * D + h * DH + o_c[None, :]
+    o = ((part * blocks + later) * K + o_k)[:, None] * D + h * DH + o_c[None, :]
     tl.store(p_dw + o, acc, mask=(o_c < DH)[None, :])
 
 class History:
@@ -506,9 +513,12 @@ class History:
         self.score = dict(base, C=min(C, 64), TT=128, F32=F32, num_warps=4)
         self.query = dict(base, C=min(C, 64), TT=64, F32=F32, num_warps=2)
         self.block_read = dict(base, C=C, F32=F32, num_warps=1)
-        C = min(C, 32) if 0 < DH % 64 <= 32 else C           # 160 = 5 x 32
-        self.push = dict(base, C=C, F32=F32, num_warps=1, maxnreg={128: 224, 64: 168}.get(C, 96 if DH <= 32 else 128),
-                         num_stages=1 if DH <= 32 else 4 if C == 32 else 2)
+        C = min(C, 32 if 0 < DH % 64 <= 32 else 64 if 0 < DH % 128 <= 64 else 128)         # 160 = 5 x 32
+        chunks = triton.cdiv(DH, C)
+        self.shares = triton.cdiv(chunks * C, 640)           # more columns are more than a program's registers hold
+        chunks = triton.cdiv(chunks, self.shares)
+        self.pull = dict(base, C=C, CHUNKS=chunks, F32=F32, num_warps=max(1, triton.next_power_of_2(chunks * C) // 128),
+                         num_stages=1 if DH <= 32 else 2)
 
     def read(self, s, i):
         """Appends source i and returns the read of site i, [BT, D]."""
@@ -528,33 +538,34 @@ class History:
         return out
 
     def read_backward(self, do, out, i, done):
-        """The gradient of site i's read -> that of source i, whole, and dw [K, D] of its block at the first site. done: none is left."""
+        """The gradient of site i's read -> that of source i, whole; dw [S, D] grows with each block's first site. done: none is left."""
         BT, D, H, block, k = self.BT, self.D, self.H, i // K, i % K
         new = functools.partial(torch.empty, device=self.v.device, dtype=torch.float32)
         if self.top is None:
             self.top = i
-            self.acc, self.c = new(block * K, BT, D), new(block * K, BT, H)
-            self.do = new(K + 1, BT, D, dtype=self.dtype)    # gather reads one ahead
-            self.dx = new(i + 1, H, BT, K, dtype=self.w.dtype)
-        k_end, pushed, ds, dw = min(self.top - block * K, K - 1) + 1, block < self.top // K, torch.empty_like(out), None
-        state = (self.dx, self.w, self.do, self.stat[block * K:], self.acc, self.c)
+            self.acc, self.c = (new(K if block else 0, BT, n) for n in (D, H))
+            self.do = new(i + 2, BT, D, dtype=self.dtype)    # gather reads one ahead
+            self.dx, self.dw = new((block + 1) * K, H, BT, K, dtype=self.w.dtype), torch.zeros_like(self.w, dtype=torch.float32)
+        last, later, ds = min(self.top - block * K, K - 1), self.top // K - block, torch.empty_like(out)
+        state = (self.dx, self.w, self.do, self.stat, self.acc, self.c)
+        if k == last and later:
+            pull_kernel[BT * H, self.shares](self.v, self.r, self.z, *state, BT, block, self.top, **self.pull)
         grid = (triton.cdiv(BT, self.gather["TT"]),)
-        gather_kernel[grid](do, out, self.v, self.r, self.y, *state, ds, BT, block, k, k_end, PUSHED=pushed, **self.gather)
+        gather_kernel[grid](do, out, self.v, self.r, self.y, *state, ds, BT, block, k, last + 1, PULLED=later > 0, **self.gather)
         if k == 0:
-            if block:
-                push_kernel[(BT * H,)](self.v, self.r, self.z, *state, BT, block, k_end, PUSHED=pushed, **self.push)
             chunks, tiles = triton.cdiv(D // H, self.query["C"]), triton.cdiv(BT, self.query["TT"])
-            dw = new(min(tiles, max(1, 384 // (H * chunks))), K, D)
-            query_kernel[len(dw), H, chunks](self.v, self.dx, dw, BT, block, self.top, **self.query)
-            dw = dw.sum(0)[:min(K, self.S - block * K)]
+            dw = new(min(tiles, max(1, 384 // (H * chunks * (later + 1)))), (later + 1) * K, D)
+            query_kernel[len(dw) * (later + 1), H, chunks](self.v, self.dx, dw, BT, block, self.top, later + 1, **self.query)
+            self.dw[block * K:(block + later + 1) * K] += dw.sum(0)
+        dw = self.dw[:self.S] if i == 0 else None
         if done:                                             # though the loss may keep the graph
-            vars(self).update(dict.fromkeys("v r y z w low stat part m0 l0 do acc c dx".split()))
+            vars(self).update(dict.fromkeys("v r y z w low stat part m0 l0 do acc c dx dw".split()))
         return ds, dw
 
 class BlockedRead(torch.autograd.Function):
     """
-    Site i. Autograd sees source i, the block's w at its first site, and a token that chains the sites, so that backward visits
-    them last to first; all else is in the History.
+    Site i. Autograd sees source i, w at site 0, which backward visits last, and a token that chains the sites, so that it visits them
+    last to first; all else is in the History.
     """
 
     @staticmethod
@@ -615,7 +626,7 @@ def blocked_router(q, g, H, eps=1e-6):
         if torch.is_grad_enabled() != tracked:
             raise RuntimeError(f"read {i} runs with{'out' * tracked} gradient, the router was made with{'out' * (not tracked)}")
         history = history or History(s, w, H, float(eps))
-        out, token = BlockedRead.apply(s, token, w[i:i + K] if i % K == 0 else None, history, i)
+        out, token = BlockedRead.apply(s, token, None if i else w, history, i)
         i += 1
         return out
     return step
@@ -718,10 +729,10 @@ def moved(S, BT, D, H):
     for i in range(S):
         b, k = i // K, i % K
         later = min(S - 1 - b * K, K - 1) - k
-        rows += 2 + (b < top) + (k + 2 + (b > 0)) + (later + 5 + 2 * (b < top))          # score; site read; gather, fp32 accumulator
+        rows += 2 + (b < top) + (k + 2 + (b > 0)) + (later + 5 + 2 * (b < top))          # score; site read; gather, fp32 sums
         y, z = y + k + 1, z + K * (top - b)
-        if k == 0:                                          # block read; push, with an fp32 accumulator written and read; query
-            rows += (b * K + min(K, S - i)) * (b > 0) + b * K * (3 + 2 * (b < top)) + K * (b > 0) + min(b * K + K, S)
+        if k == 0:                                          # block read; pull, which writes fp32 sums; query
+            rows += (b * K + min(K, S - i)) * (b > 0) + (3 * K + S - (b + 1) * K) * (b < top) + min(K, S - i)
     return rows * row + BT * H * (12 * (y + z) + 4 * (S * K + z))     # a score is written and read twice, fp32; its dx once, bf16
 
 def milliseconds(f, captured=True, repeats=10):

@@ -352,6 +352,23 @@ def test_a_source_read_alone_gives_no_noise():
     assert torch.equal(*grads) and torch.equal(grads[0][5], V[0])
 
 @kernel
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's products need blocks of 16")
+@pytest.mark.parametrize("losses, frozen", [((6,), ()), ((2, 4), (1,)), ((5,), (0, 1, 2, 5)), ((1, 6), ("w",))])
+def test_blocks_of_two_sites(losses, frozen, monkeypatch):
+    """Seven sites are four blocks: losses at some sites, some sources frozen or the router."""
+    monkeypatch.setattr(route_kernel, "K", 2)
+    sources, dos, rng = *torch.randn(2, 7, 1, 3, 6, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
+    w, got = torch.randn(2, 7, 6, generator=rng), []
+    for dtype, router in ((torch.float32, lambda q, g: route_kernel.blocked_router(q, g, 2)), (torch.float64, route_kernel.site_by_site(route_ref, 2))):
+        s = [z.to(dtype).requires_grad_(i not in frozen) for i, z in enumerate(sources)]
+        q, g = (z.to(dtype).requires_grad_("w" not in frozen) for z in w)
+        step = router(q, g)
+        outs = [step(z) for z in s]
+        torch.autograd.backward([outs[i] for i in losses], [dos[i].to(dtype) for i in losses])
+        got.append([*outs, *(z.grad for z in (*s, q, g) if z.grad is not None and z.grad.any())])
+    assert len(got[0]) == len(got[1]) and all(rel(a, b) < 2e-6 for a, b in zip(*got))
+
+@kernel
 def test_fused_backward_from_the_middle_frozen_parts_and_twice(monkeypatch):
     x, y = (z.to(DEVICE) for z in batch(1, 3))
     got = []
