@@ -275,7 +275,7 @@ def dot(a, b, F32: tl.constexpr, HALF: tl.constexpr):
 
 # Scores before the norm, w_h . s_n[h], as their readers want them, one block behind the other: of the block's own sources
 # Y [site, source up to it, BT, H]; of its old sources Z [source, H, BT, K]. In backward dx r of one block's sources, as Z: at its own
-# sites and, behind them, at those of each later block.
+# sites and, behind them, at those of the j-th block after it.
 @triton.jit
 def own(p_y, block, site, n, BT, H: tl.constexpr, K: tl.constexpr):
     return p_y + (block * (K * (K + 1) // 2) + site * (site + 1) // 2 + n).to(tl.int64) * BT * H
@@ -286,7 +286,7 @@ def old(p_z, block, BT, H: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def entry(n, h, t, o_k, BT, H: tl.constexpr, K: tl.constexpr):
-    """Where the scores of source n stand in Z or in dx r, for sources or tokens by sites."""
+    """Where the scores of source n stand in Z, for sources or tokens by sites; in dx r n is K j + the source's place in its block."""
     return ((n.to(tl.int64) * H + h) * BT + t)[:, None] * K + o_k[None, :]
 
 @triton.jit(do_not_specialize=INTS)
@@ -430,15 +430,15 @@ def pull_kernel(p_v, p_r, p_z, p_dx, p_w, p_do, p_stat, p_acc, p_c, BT, block, t
                 C: tl.constexpr, CHUNKS: tl.constexpr, K: tl.constexpr, F32: tl.constexpr):
     """The block's K sources, from all sites of later blocks, K at a time: what gather does for one source and the sites of its block."""
     t, h, o_k = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H, tl.arange(0, K)
-    first, o_c = tl.program_id(1) * CHUNKS * C, tl.arange(0, C)             # of several programs, each with a share of the columns,
-    once = o_k + K * tl.program_id(1) < K                                   # one keeps dx and c
+    # programs along axis 1 have a share of the head's columns each, and the first of them keeps dx and c
+    first, o_c, once = tl.program_id(1) * CHUNKS * C, tl.arange(0, C), o_k + K * tl.program_id(1) < K
     n = block * K + o_k
     o_n = n.to(tl.int64) * BT + t
     r, cx, acc = tl.load(p_r + o_n)[:, None], tl.zeros([K], tl.float32), ()
     for _ in tl.static_range(CHUNKS):
         acc = acc + (tl.zeros([K, C], tl.float32),)
-    for later in range(1, top // K - block + 1):
-        i = (block + later) * K + o_k                                                                                  # [K] sites
+    for j in range(1, top // K - block + 1):                # blocks after this one
+        i = (block + j) * K + o_k                                                                                  # [K] sites
         m_k, o_i = i <= top, i.to(tl.int64) * BT + t
         p_stati, p_doi = p_stat + o_i * 3 * H + h, p_do + o_i * D + h * DH
         m, inv = tl.load(p_stati, mask=m_k, other=0.0)[None, :], tl.load(p_stati + H, mask=m_k, other=0.0)[None, :]
@@ -448,12 +448,12 @@ def pull_kernel(p_v, p_r, p_z, p_dx, p_w, p_do, p_stat, p_acc, p_c, BT, block, t
             b_v = tl.load(p_v + o_n[:, None] * D + h * DH + (c + o_c)[None, :], mask=m_c[None, :], other=0.0)          # [K, C]
             b_do = tl.load(p_doi[None, :] + (c + o_c)[:, None], mask=m_k[None, :] & m_c[:, None], other=0.0)           # [C, K]
             P += dot(b_v, b_do, F32, p_v.dtype.element_ty)
-        x = tl.load(old(p_z, block + later, BT, H, K) + entry(n, h, t, o_k, BT, H, K)) * r
+        x = tl.load(old(p_z, block + j, BT, H, K) + entry(n, h, t, o_k, BT, H, K)) * r
         a = tl.where(m_k[None, :], tl.exp(x - m) * inv, 0.0)
         dx = tl.where(a == 1.0, 0.0, a * (P - delta))        # read alone: P = D, but rounded otherwise
         cx += tl.sum(tl.where(m_k[None, :], dx * x, 0.0), 1)
         dx *= r
-        p_dxi = p_dx + entry(later * K + o_k, h, t, o_k, BT, H, K)
+        p_dxi = p_dx + entry(j * K + o_k, h, t, o_k, BT, H, K)
         tl.store(p_dxi, dx.to(p_dx.dtype.element_ty), mask=once[:, None])
         pulled = ()
         for c in tl.static_range(CHUNKS):
@@ -466,13 +466,13 @@ def pull_kernel(p_v, p_r, p_z, p_dx, p_w, p_do, p_stat, p_acc, p_c, BT, block, t
     tl.store(p_c + o_n * H + h, cx, mask=once)
     for c in tl.static_range(CHUNKS):
         o = first + c * C + o_c[None, :]
-        tl.store(p_acc + o_n[:, None] * D + h * DH + o, acc[c], mask=tl.full([K], 1, tl.int1)[:, None] & (o < DH))
+        tl.store(p_acc + o_n[:, None] * D + h * DH + o, acc[c], mask=o < DH)
 
 @triton.jit(do_not_specialize=INTS)
 def query_kernel(p_v, p_dx, p_dw, BT, block, top, blocks, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr,
                  K: tl.constexpr, TT: tl.constexpr, F32: tl.constexpr):
     """dw_i[h] = sum_{n, t} (dx r) s_n[h] over the block's sources, for its own sites or those of a later block; a partial sum a program."""
-    later, part, parts = tl.program_id(0) % blocks, tl.program_id(0) // blocks, tl.num_programs(0) // blocks
+    j, part, parts = tl.program_id(0) % blocks, tl.program_id(0) // blocks, tl.num_programs(0) // blocks      # j: blocks after this one
     o_k, h, rows = tl.arange(0, K), tl.program_id(1), BT.to(tl.int64)
     o_c = tl.program_id(2) * C + tl.arange(0, C)
     acc = tl.zeros([K, C], tl.float32)
@@ -480,13 +480,13 @@ def query_kernel(p_v, p_dx, p_dw, BT, block, top, blocks, D: tl.constexpr, H: tl
         o_t = tile * TT + tl.arange(0, TT).to(tl.int64)
         m_t = o_t < BT
         mask, p_vn = m_t[:, None] & (o_c < DH)[None, :], p_v + (block * K * rows + o_t)[:, None] * D + h * DH + o_c[None, :]
-        p_dxn = p_dx + (later.to(tl.int64) * K * H + h) * rows * K + o_k[:, None] + o_t[None, :] * K
+        p_dxn = p_dx + (j.to(tl.int64) * K * H + h) * rows * K + o_k[:, None] + o_t[None, :] * K
         for _ in range(tl.minimum(K, top + 1 - block * K)):
             b_x = tl.load(p_dxn, mask=m_t[None, :], other=0.0)                                                         # [K, TT]
             acc += dot(b_x, tl.load(p_vn, mask=mask, other=0.0), F32, p_v.dtype.element_ty)
             p_dxn += rows * H * K
             p_vn += rows * D
-    o = ((part * blocks + later) * K + o_k)[:, None] * D + h * DH + o_c[None, :]
+    o = ((part * blocks + j) * K + o_k)[:, None] * D + h * DH + o_c[None, :]
     tl.store(p_dw + o, acc, mask=(o_c < DH)[None, :])
 
 class History:
@@ -517,8 +517,8 @@ class History:
         chunks = triton.cdiv(DH, C)
         self.shares = triton.cdiv(chunks * C, 640)           # more columns are more than a program's registers hold
         chunks = triton.cdiv(chunks, self.shares)
-        self.pull = dict(base, C=C, CHUNKS=chunks, F32=F32, num_warps=max(1, triton.next_power_of_2(chunks * C) // 128),
-                         num_stages=1 if DH <= 32 else 2)
+        self.pull = dict(base, C=C, CHUNKS=chunks, F32=F32, num_stages=1 if DH <= 32 else 2,               # by registers, not by time
+                         num_warps=min(8, max(1, triton.next_power_of_2(chunks * C) // (32 if F32 else 128))))
 
     def read(self, s, i):
         """Appends source i and returns the read of site i, [BT, D]."""
