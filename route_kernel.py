@@ -48,7 +48,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-INTS = ["BT", "N", "n", "flat", "block", "blocks", "k", "k_end", "top"]    # one compiled kernel whatever their values
+INTS = ["BT", "N", "n", "flat", "block", "k", "k_end", "top"]    # one compiled kernel whatever their values
 
 @triton.jit
 def inverse_root(x):
@@ -469,10 +469,11 @@ def pull_kernel(p_v, p_r, p_z, p_dx, p_w, p_do, p_stat, p_acc, p_c, BT, block, t
         tl.store(p_acc + o_n[:, None] * D + h * DH + o, acc[c], mask=o < DH)
 
 @triton.jit(do_not_specialize=INTS)
-def query_kernel(p_v, p_dx, p_dw, BT, block, top, blocks, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr,
-                 K: tl.constexpr, TT: tl.constexpr, F32: tl.constexpr):
+def query_kernel(p_v, p_dx, p_dw, BT, block, top, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+                 TT: tl.constexpr, F32: tl.constexpr):
     """dw_i[h] = sum_{n, t} (dx r) s_n[h] over the block's sources, for its own sites or those of a later block; a partial sum a program."""
-    j, part, parts = tl.program_id(0) % blocks, tl.program_id(0) // blocks, tl.num_programs(0) // blocks      # j: blocks after this one
+    blocks = top // K - block + 1                            # this one, j = 0, and those after it
+    j, part, parts = tl.program_id(0) % blocks, tl.program_id(0) // blocks, tl.num_programs(0) // blocks
     o_k, h, rows = tl.arange(0, K), tl.program_id(1), BT.to(tl.int64)
     o_c = tl.program_id(2) * C + tl.arange(0, C)
     acc = tl.zeros([K, C], tl.float32)
@@ -546,17 +547,17 @@ class History:
             self.acc, self.c = (new(K if block else 0, BT, n) for n in (D, H))
             self.do = new(i + 2, BT, D, dtype=self.dtype)    # gather reads one ahead
             self.dx, self.dw = new((block + 1) * K, H, BT, K, dtype=self.w.dtype), torch.zeros_like(self.w, dtype=torch.float32)
-        last, later, ds = min(self.top - block * K, K - 1), self.top // K - block, torch.empty_like(out)
+        last, blocks, ds = min(self.top - block * K, K - 1), self.top // K - block + 1, torch.empty_like(out)  # blocks: this one and later
         state = (self.dx, self.w, self.do, self.stat, self.acc, self.c)
-        if k == last and later:
+        if k == last and blocks > 1:
             pull_kernel[BT * H, self.shares](self.v, self.r, self.z, *state, BT, block, self.top, **self.pull)
         grid = (triton.cdiv(BT, self.gather["TT"]),)
-        gather_kernel[grid](do, out, self.v, self.r, self.y, *state, ds, BT, block, k, last + 1, PULLED=later > 0, **self.gather)
+        gather_kernel[grid](do, out, self.v, self.r, self.y, *state, ds, BT, block, k, last + 1, PULLED=blocks > 1, **self.gather)
         if k == 0:
             chunks, tiles = triton.cdiv(D // H, self.query["C"]), triton.cdiv(BT, self.query["TT"])
-            dw = new(min(tiles, max(1, 384 // (H * chunks * (later + 1)))), (later + 1) * K, D)
-            query_kernel[len(dw) * (later + 1), H, chunks](self.v, self.dx, dw, BT, block, self.top, later + 1, **self.query)
-            self.dw[block * K:(block + later + 1) * K] += dw.sum(0)
+            parts = new(min(tiles, max(1, 384 // (H * chunks * blocks))), blocks * K, D)
+            query_kernel[len(parts) * blocks, H, chunks](self.v, self.dx, parts, BT, block, self.top, **self.query)
+            self.dw[block * K:(block + blocks) * K] += parts.sum(0)
         dw = self.dw[:self.S] if i == 0 else None
         if done:                                             # though the loss may keep the graph
             vars(self).update(dict.fromkeys("v r y z w low stat part m0 l0 do acc c dx dw".split()))
