@@ -421,7 +421,8 @@ def gather_kernel(p_grad, p_out, p_v, p_r, p_y, p_dx, p_w, p_do, p_stat, p_acc, 
     p_dxn = p_dx + ((k.to(tl.int64) * H + o_h)[None, :] * rows + o_t[:, None])[:, :, None] * K + o_k[None, None, :]
     tl.store(p_dxn, rdx.to(p_dx.dtype.element_ty), mask=m_th[:, :, None])
     if PULLED:
-        ds = add(load_row(p_acc + k * rows * D + o, mask, DH, CW), zero + 1.0, ds)
+        p_accn = p_acc - block * K * rows * D + n * rows * D + o                    # row k, by an address that is there already: 8 %
+        ds = add(load_row(p_accn, mask, DH, CW), zero + 1.0, ds)
         c += tl.load(p_c + k * rows * H + o_th, mask=m_th, other=0.0)
     store_row(p_ds + o, add(ds, zero - tl.sum(c, 1)[:, None] * r * r / D, b_v), mask, DH, CW)
 
@@ -442,12 +443,19 @@ def pull_kernel(p_v, p_r, p_z, p_dx, p_w, p_do, p_stat, p_acc, p_c, BT, block, t
         m_k, o_i = i <= top, i.to(tl.int64) * BT + t
         p_stati, p_doi = p_stat + o_i * 3 * H + h, p_do + o_i * D + h * DH
         m, inv = tl.load(p_stati, mask=m_k, other=0.0)[None, :], tl.load(p_stati + H, mask=m_k, other=0.0)[None, :]
-        P, delta = tl.zeros([K, K], tl.float32), tl.load(p_stati + 2 * H, mask=m_k, other=0.0)[None, :]                # P [sources, sites]
-        for c in range(0, DH, C):
-            m_c = c + o_c < DH
-            b_v = tl.load(p_v + o_n[:, None] * D + h * DH + (c + o_c)[None, :], mask=m_c[None, :], other=0.0)          # [K, C]
-            b_do = tl.load(p_doi[None, :] + (c + o_c)[:, None], mask=m_k[None, :] & m_c[:, None], other=0.0)           # [C, K]
-            P += dot(b_v, b_do, F32, p_v.dtype.element_ty)
+        P, delta, dos = tl.zeros([K, K], tl.float32), tl.load(p_stati + 2 * H, mask=m_k, other=0.0)[None, :], ()       # P [sources, sites]
+        for c in tl.static_range(CHUNKS):
+            o = first + c * C + o_c[None, :]
+            dos = dos + (tl.load(p_doi[:, None] + o, mask=m_k[:, None] & (o < DH), other=0.0),)                        # [K, C]
+            if CHUNKS * C >= DH:
+                b_v = tl.load(p_v + o_n[:, None] * D + h * DH + o, mask=o < DH, other=0.0)
+                P += dot(b_v, tl.trans(dos[c]), F32, p_v.dtype.element_ty)
+        if CHUNKS * C < DH:                                  # P takes all columns of the head
+            for c in range(0, DH, C):
+                o = c + o_c[None, :]
+                b_v = tl.load(p_v + o_n[:, None] * D + h * DH + o, mask=o < DH, other=0.0)
+                b_do = tl.load(p_doi[:, None] + o, mask=m_k[:, None] & (o < DH), other=0.0)
+                P += dot(b_v, tl.trans(b_do), F32, p_v.dtype.element_ty)
         x = tl.load(old(p_z, block + j, BT, H, K) + entry(n, h, t, o_k, BT, H, K)) * r
         a = tl.where(m_k[None, :], tl.exp(x - m) * inv, 0.0)
         dx = tl.where(a == 1.0, 0.0, a * (P - delta))        # read alone: P = D, but rounded otherwise
@@ -458,9 +466,8 @@ def pull_kernel(p_v, p_r, p_z, p_dx, p_w, p_do, p_stat, p_acc, p_c, BT, block, t
         pulled = ()
         for c in tl.static_range(CHUNKS):
             o = first + c * C + o_c[None, :]
-            b_do = tl.load(p_doi[:, None] + o, mask=m_k[:, None] & (o < DH), other=0.0)                                # [K, C]
             b_w = tl.load(p_w + i[:, None] * D + h * DH + o, mask=o < DH, other=0.0)
-            pulled = pulled + (acc[c] + dot(a, b_do, F32, p_v.dtype.element_ty) + dot(dx, b_w, F32, p_v.dtype.element_ty),)
+            pulled = pulled + (acc[c] + dot(a, dos[c], F32, p_v.dtype.element_ty) + dot(dx, b_w, F32, p_v.dtype.element_ty),)
         acc = pulled
     o_n = o_k.to(tl.int64) * BT + t
     tl.store(p_c + o_n * H + h, cx, mask=once)
@@ -512,14 +519,14 @@ class History:
         self.gather = dict(rows, maxnreg=168 if rows["TT"] > 1 else 128)
         C = min(128, max(16, P2))
         self.score = dict(base, C=min(C, 64), TT=128, F32=F32, num_warps=4)
-        self.query = dict(base, C=min(C, 64), TT=64, F32=F32, num_warps=2)
+        self.query = dict(base, C=min(C, 64), TT=128, F32=F32, num_warps=2)
         self.block_read = dict(base, C=C, F32=F32, num_warps=1)
         C = min(C, 32 if 0 < DH % 64 <= 32 else 64 if 0 < DH % 128 <= 64 else 128)         # 160 = 5 x 32
         chunks = triton.cdiv(DH, C)
         self.shares = triton.cdiv(chunks * C, 640)           # more columns are more than a program's registers hold
         chunks = triton.cdiv(chunks, self.shares)
-        self.pull = dict(base, C=C, CHUNKS=chunks, F32=F32, num_stages=1 if DH <= 32 else 2,               # by registers, not by time
-                         num_warps=min(8, max(1, triton.next_power_of_2(chunks * C) // (32 if F32 else 128))))
+        self.pull = dict(base, C=C, CHUNKS=chunks, F32=F32, num_stages=1 if F32 else 3 if self.shares > 1 else 2,
+                         num_warps=min(8 if F32 else 4, max(1, triton.next_power_of_2(chunks * C) // (32 if F32 else 128))))
 
     def read(self, s, i):
         """Appends source i and returns the read of site i, [BT, D]."""

@@ -353,13 +353,13 @@ def test_a_source_read_alone_gives_no_noise():
 
 @kernel
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's products need blocks of 16")
-@pytest.mark.parametrize("losses, frozen", [((6,), ()), ((2, 4), (1,)), ((5,), (0, 1, 2, 5)), ((1, 6), ("w",))])
-def test_blocks_of_two_sites(losses, frozen, monkeypatch):
-    """Seven sites are four blocks: losses at some sites, some sources frozen or the router."""
+@pytest.mark.parametrize("D, H, losses, frozen", [(6, 2, (6,), ()), (6, 2, (2, 4), (1,)), (6, 2, (5,), (0, 1, 2, 5)), (6, 2, (1, 6), ("w",)), (700, 1, (3, 6), ())])
+def test_blocks_of_two_sites(D, H, losses, frozen, monkeypatch):
+    """Seven sites are four blocks: losses at some sites, some sources frozen or the router, a head whose columns two programs share."""
     monkeypatch.setattr(route_kernel, "K", 2)
-    sources, dos, rng = *torch.randn(2, 7, 1, 3, 6, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
-    w, got = torch.randn(2, 7, 6, generator=rng), []
-    for dtype, router in ((torch.float32, lambda q, g: route_kernel.blocked_router(q, g, 2)), (torch.float64, route_kernel.site_by_site(route_ref, 2))):
+    sources, dos, rng = *torch.randn(2, 7, 1, 3, D, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
+    w, got = torch.randn(2, 7, D, generator=rng) / D ** 0.5 * 2, []
+    for dtype, router in ((torch.float32, lambda q, g: route_kernel.blocked_router(q, g, H)), (torch.float64, route_kernel.site_by_site(route_ref, H))):
         s = [z.to(dtype).requires_grad_(i not in frozen) for i, z in enumerate(sources)]
         q, g = (z.to(dtype).requires_grad_("w" not in frozen) for z in w)
         step = router(q, g)
