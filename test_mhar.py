@@ -1047,6 +1047,19 @@ def test_fused_compiled_and_graphed_training_on_gpu(data, tmp_path, mode, grad_a
     for key in ("loss", "grad_norm", "val_loss"):
         assert max(abs(a[key] - b[key]) / a[key] for a, b in zip(plain, fast) if key in a) < 1e-3, key
 
+def test_torchrun_with_one_process(data, tmp_path, monkeypatch):
+    """No sums over processes: NCCL has none of the CPU's tensors."""
+    alone = run(data, tmp_path / "alone", "--max_iters", 2, "--eval_interval", 1, "--eval_iters", 1)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args: pytest.fail("summed over one process"))
+    for k, v in dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_ADDR="localhost", MASTER_PORT=0).items():
+        monkeypatch.setenv(k, str(v))
+    try:
+        one = run(data, tmp_path / "one", "--max_iters", 2, "--eval_interval", 1, "--eval_iters", 1)
+        assert torch.distributed.get_world_size() == 1
+    finally:
+        torch.distributed.destroy_process_group()
+    assert losses(alone) == losses(one) and alone[-1]["val_loss"] == one[-1]["val_loss"]
+
 def test_an_update_clips_and_accumulates():
     """Plain gradient descent shows the gradient: the mean over microbatches, scaled to the largest norm."""
     args = train.argparse.Namespace(compile=False, cuda_graph=False, fused=False, fsdp=False, z_loss=0.0, grad_accum=2, grad_clip=0.0)

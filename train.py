@@ -100,7 +100,7 @@ def world():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 def sum_over_ranks(x):
-    dist.all_reduce(x) if dist.is_initialized() else None
+    dist.all_reduce(x) if world()[1] > 1 else None
     return x
 
 def full(x):
@@ -309,7 +309,7 @@ def stepper(args, model, optimizer, autocast, batch):
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         loss = sum(run(*batch).clone() for batch in microbatches)
-        with dist._coalescing_manager() if dist.is_initialized() else contextlib.nullcontext():  # one call: NCCL is slow with small ones
+        with dist._coalescing_manager() if world()[1] > 1 else contextlib.nullcontext():   # one call: NCCL is slow with small ones
             for p in model.parameters() if not args.fsdp else ():
                 sum_over_ranks(p.grad)                      # not the mean: each loss was divided by the global grad_accum
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
