@@ -430,10 +430,11 @@ def gather_kernel(p_grad, p_out, p_v, p_r, p_y, p_dx, p_w, p_do, p_stat, p_acc, 
 def pull_kernel(p_v, p_r, p_z, p_dx, p_w, p_do, p_stat, p_acc, p_c, BT, block, top, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr,
                 C: tl.constexpr, CHUNKS: tl.constexpr, K: tl.constexpr, F32: tl.constexpr):
     """The block's K sources, from all sites of later blocks, K at a time: what gather does for one source and the sites of its block."""
-    t, h, o_k = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H, tl.arange(0, K)
-    # programs along axis 1 have a share of the head's columns each, and the first of them keeps dx and c
-    first, o_c, once = tl.program_id(1) * CHUNKS * C, tl.arange(0, C), o_k + K * tl.program_id(1) < K
-    n = block * K + o_k
+    # neighbours have a share of the head's columns each, and the first of them keeps dx and c
+    shares: tl.constexpr = (DH + CHUNKS * C - 1) // (CHUNKS * C)
+    share, h, t = tl.program_id(0) % shares, tl.program_id(0) // shares % H, (tl.program_id(0) // shares // H).to(tl.int64)
+    first, o_c, o_k = share * CHUNKS * C, tl.arange(0, C), tl.arange(0, K)
+    n, once = block * K + o_k, o_k + K * share < K
     o_n = n.to(tl.int64) * BT + t
     r, cx, acc = tl.load(p_r + o_n)[:, None], tl.zeros([K], tl.float32), ()
     for _ in tl.static_range(CHUNKS):
@@ -458,7 +459,7 @@ def pull_kernel(p_v, p_r, p_z, p_dx, p_w, p_do, p_stat, p_acc, p_c, BT, block, t
                 P += dot(b_v, tl.trans(b_do), F32, p_v.dtype.element_ty)
         x = tl.load(old(p_z, block + j, BT, H, K) + entry(n, h, t, o_k, BT, H, K)) * r
         a = tl.where(m_k[None, :], tl.exp(x - m) * inv, 0.0)
-        dx = tl.where(a == 1.0, 0.0, a * (P - delta))        # read alone: P = D, but rounded otherwise
+        dx = tl.where(m_k[None, :] & (a != 1.0), a * (P - delta), 0.0)       # read alone: P = D, but rounded otherwise
         cx += tl.sum(tl.where(m_k[None, :], dx * x, 0.0), 1)
         dx *= r
         p_dxi = p_dx + entry(j * K + o_k, h, t, o_k, BT, H, K)
@@ -519,12 +520,12 @@ class History:
         self.gather = dict(rows, maxnreg=168 if rows["TT"] > 1 else 128)
         C = min(128, max(16, P2))
         self.score = dict(base, C=min(C, 64), TT=128, F32=F32, num_warps=4)
-        self.query = dict(base, C=min(C, 64), TT=128, F32=F32, num_warps=2)
+        self.query = dict(base, C=min(C, 64), TT=64 if F32 or D % 8 else 128, F32=F32, num_warps=2)       # by registers
         self.block_read = dict(base, C=C, F32=F32, num_warps=1)
         C = min(C, 32 if 0 < DH % 64 <= 32 else 64 if 0 < DH % 128 <= 64 else 128)         # 160 = 5 x 32
         chunks = triton.cdiv(DH, C)
-        self.shares = triton.cdiv(chunks * C, 640)           # more columns are more than a program's registers hold
-        chunks = triton.cdiv(chunks, self.shares)
+        chunks = triton.cdiv(chunks, triton.cdiv(chunks * C, 640))          # more columns are more than a program's registers hold
+        self.shares = triton.cdiv(DH, chunks * C)
         self.pull = dict(base, C=C, CHUNKS=chunks, F32=F32, num_stages=1 if F32 else 3 if self.shares > 1 else 2,
                          num_warps=min(8 if F32 else 4, max(1, triton.next_power_of_2(chunks * C) // (32 if F32 else 128))))
 
@@ -557,7 +558,7 @@ class History:
         last, blocks, ds = min(self.top - block * K, K - 1), self.top // K - block + 1, torch.empty_like(out)  # blocks: this one and later
         state = (self.dx, self.w, self.do, self.stat, self.acc, self.c)
         if k == last and blocks > 1:
-            pull_kernel[BT * H, self.shares](self.v, self.r, self.z, *state, BT, block, self.top, **self.pull)
+            pull_kernel[BT * H * self.shares,](self.v, self.r, self.z, *state, BT, block, self.top, **self.pull)
         grid = (triton.cdiv(BT, self.gather["TT"]),)
         gather_kernel[grid](do, out, self.v, self.r, self.y, *state, ds, BT, block, k, last + 1, PULLED=blocks > 1, **self.gather)
         if k == 0:
