@@ -28,10 +28,10 @@ that backward, and a read and write of an fp32 gradient for each. Two facts save
     sites come in blocks     K = 16 of them share one read of the sources before their block; likewise in backward K sources
                              share one read of the do of all later sites, and their gradients add up on chip
 
-    forward    score       V[n] = s_n, and its products with the w of its block's sites (r_n follows in the site read)
+    forward    score       s_n's products with the w of its block's sites (r_n follows in the site read)
                score       at a block's first site: of the block before, with the w of all later sites
                block read  at a block's first site: the K sites' mixes of the older sources, by online softmax
-               site read   that share, plus the sources that arrived inside the block
+               site read   that share, plus the sources that arrived inside the block; V[n] = s_n
     backward   pull        at a block's last site: the gradients of its K sources from the sites of later blocks, written once, in fp32
     (sites     gather      site k: D_h = do_h . out_h instead of the sum (flash-attention's trick), then the whole gradient of the
     last to                source that arrived there: from the block's sites k.. and what was pulled
@@ -290,9 +290,9 @@ def entry(n, h, t, o_k, BT, H: tl.constexpr, K: tl.constexpr):
     return ((n.to(tl.int64) * H + h) * BT + t)[:, None] * K + o_k[None, :]
 
 @triton.jit(do_not_specialize=INTS)
-def score_kernel(p_s, p_v, p_y, p_w, p_low, BT, n, top, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr,
+def score_kernel(p_s, p_y, p_w, p_low, BT, n, top, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr, C: tl.constexpr,
                  K: tl.constexpr, TT: tl.constexpr, F32: tl.constexpr, OWN: tl.constexpr):
-    """OWN: V[n] = s, and Y, the scores of source n for its own block. Else Z, those of sources n .. n+K-1 of s = V for later blocks."""
+    """OWN: Y, the scores of source n = s for its own block. Else Z, those of sources n .. n+K-1 of s = V for later blocks."""
     o_t, o_k, h = (tl.program_id(0) // H).to(tl.int64) * TT + tl.arange(0, TT), tl.arange(0, K), tl.program_id(0) % H
     m_t, y = o_t < BT, tl.zeros([TT, K], tl.float32)
     if OWN:
@@ -305,15 +305,13 @@ def score_kernel(p_s, p_v, p_y, p_w, p_low, BT, n, top, D: tl.constexpr, H: tl.c
         m_c = o_c < DH
         o, mask = row[:, None] * D + h * DH + o_c[None, :], m_t[:, None] & m_c[None, :]
         b_s = tl.load(p_s + o, mask=mask, other=0.0)                                                                   # [TT, C]
-        if OWN:
-            tl.store(p_v + o, b_s, mask=mask)
         o_w = (block * K + o_k)[None, :] * D + h * DH + o_c[:, None]                                                   # [C, K]
         b_w = tl.load(p_w + o_w, mask=m_c[:, None], other=0.0)
         if F32:                                              # a sum of sums: added, the compiler would make it one long chain
-            y -= dot(b_s, -b_w, F32, p_v.dtype.element_ty)
+            y -= dot(b_s, -b_w, F32, p_s.dtype.element_ty)
         else:                                                # the low bits of w matter: a second product for them
-            y += dot(b_s, b_w, F32, p_v.dtype.element_ty)
-            y += dot(b_s, tl.load(p_low + o_w, mask=m_c[:, None], other=0.0), F32, p_v.dtype.element_ty)
+            y += dot(b_s, b_w, F32, p_s.dtype.element_ty)
+            y += dot(b_s, tl.load(p_low + o_w, mask=m_c[:, None], other=0.0), F32, p_s.dtype.element_ty)
     if OWN:
         m_k = (o_k >= n % K) & (block * K + o_k <= top)
         p_yk = own(p_y, block, o_k, n % K, BT, H, K)[None, :] + o_t[:, None] * H + h
@@ -356,6 +354,8 @@ def site_read_kernel(p_s, p_v, p_r, p_y, p_part, p_m0, p_l0, p_out, p_stat, BT, 
     b_s = load_row(p_s + o, mask, DH, CW)                                                                              # [TT, HP, CW]
     r = inverse_root(tl.sum(inner(b_s, b_s), 1) / D + eps)                                                             # [TT]
     tl.store(p_r + (first + k) * rows + o_t, r, mask=m_t)
+    # not where s is scored: to a tile both stored and multiplied Triton 3.6 gives a buffer less than its pipeline uses, and runs differ
+    store_row(p_v + (first + k) * rows * D + o, b_s, mask, DH, CW)
     p_yn = own(p_y, block, k, 0, BT, H, K) + o_th
     m = tl.load(p_yn + k * rows * H, mask=m_th, other=0.0) * r[:, None]                                                # [TT, HP]
     l = tl.full([TT, HP], 1.0, tl.float32)  # noqa: E741
@@ -533,10 +533,10 @@ class History:
         """Appends source i and returns the read of site i, [BT, D]."""
         BT, H, block, k, out = self.BT, self.H, i // K, i % K, torch.empty_like(s)
         tiles, state = triton.cdiv(BT, self.score["TT"]) * H, (self.w, self.low, BT)
-        score_kernel[tiles,](s, self.v[i], self.y, *state, i, self.S - 1, OWN=True, **self.score)
+        score_kernel[tiles,](s, self.y, *state, i, self.S - 1, OWN=True, **self.score)
         if k == 0 and block:
             grid = (tiles, K, triton.cdiv(self.S, K) - block)
-            score_kernel[grid](self.v, self.v, self.z, *state, i - K, self.S - 1, OWN=False, **self.score)
+            score_kernel[grid](self.v, self.z, *state, i - K, self.S - 1, OWN=False, **self.score)
             grid = (BT * H, triton.cdiv(self.D // H, self.block_read["C"]))
             block_read_kernel[grid](self.v, self.r, self.z, self.part, self.m0, self.l0, BT, block, min(K, self.S - i), **self.block_read)
         grid = (triton.cdiv(BT, self.site_read["TT"]),)
@@ -738,7 +738,7 @@ def moved(S, BT, D, H):
     for i in range(S):
         b, k = i // K, i % K
         later = min(S - 1 - b * K, K - 1) - k
-        rows += 2 + (b < top) + (k + 2 + (b > 0)) + (later + 5 + 2 * (b < top))          # score; site read; gather, fp32 sums
+        rows += 1 + (b < top) + (k + 3 + (b > 0)) + (later + 5 + 2 * (b < top))          # score; site read; gather, fp32 sums
         y, z = y + k + 1, z + K * (top - b)
         if k == 0:                                          # block read; pull, which writes fp32 sums; query
             rows += (b * K + min(K, S - i)) * (b > 0) + (3 * K + S - (b + 1) * K) * (b < top) + min(K, S - i)
