@@ -316,6 +316,27 @@ def test_many_runs_are_equal_on_gpu():
         first = route_kernel.every_read(*args)
         assert all(torch.equal(a, b) for _ in range(40) for a, b in zip(first, route_kernel.every_read(*args))), (D, H)
 
+BUFFERS = """
+import re, torch, triton, route_kernel
+from triton.backends.compiler import GPUTarget
+for D, H in ((640, 8), (1280, 8), (1280, 1)):
+    history = route_kernel.History(torch.empty(1, 4, D, dtype=torch.bfloat16), torch.empty(20, D), H, 1e-6)
+    for own in (True, False):
+        kernel, fixed = route_kernel.score_kernel, dict(history.score, OWN=own)
+        warps, names = fixed.pop("num_warps"), kernel.arg_names
+        types = {n: "constexpr" if n in fixed else "*fp32" if n == "p_y" else "*bf16" if n[:2] == "p_" else "i32" for n in names}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n[:2] == "p_"}
+        source = triton.compiler.ASTSource(kernel, types, {(names.index(n),): v for n, v in fixed.items()}, aligned)
+        text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=warps)).asm["ttgir"]
+        print(text.count("ttng.warp_group_dot "), *re.findall(r"local_alloc : \\(\\) -> !ttg.memdesc<([0-9]+)x", text))
+"""
+
+@kernel
+def test_no_tile_is_refilled_under_a_product():
+    """Compiled for an H100, score's products run while the tile after next is fetched: three buffers for each operand."""
+    got = subprocess.run([sys.executable, "-c", BUFFERS], cwd=HERE, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=True)
+    assert got.stdout.splitlines() == ["2 3 3 3"] * 6
+
 @kernel
 @pytest.mark.parametrize("S, D, H", [(7, 64, 4), (7, 33, 3)])
 def test_kernel_parity_in_bf16(S, D, H):
