@@ -354,7 +354,7 @@ def site_read_kernel(p_s, p_v, p_r, p_y, p_part, p_m0, p_l0, p_out, p_stat, BT, 
     b_s = load_row(p_s + o, mask, DH, CW)                                                                              # [TT, HP, CW]
     r = inverse_root(tl.sum(inner(b_s, b_s), 1) / D + eps)                                                             # [TT]
     tl.store(p_r + (first + k) * rows + o_t, r, mask=m_t)
-    # not where s is scored: to a tile both stored and multiplied Triton 3.6 gives a buffer less than its pipeline uses, and runs differ
+    # not where s is scored: to a tile both stored and multiplied Triton (3.6, 3.9) gives a buffer less than its pipeline uses, a race
     store_row(p_v + (first + k) * rows * D + o, b_s, mask, DH, CW)
     p_yn = own(p_y, block, k, 0, BT, H, K) + o_th
     m = tl.load(p_yn + k * rows * H, mask=m_th, other=0.0) * r[:, None]                                                # [TT, HP]
