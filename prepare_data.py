@@ -217,6 +217,11 @@ def read_text(folder, path):
         raise ValueError(f"{path} holds no word")
     return text, ids
 
+def own_signals():
+    """A worker leaves Ctrl-C to its parent, and SIGTERM ends it: else a pool that lost a worker could not end the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
 def prepare(args, tmp):
     """Fills the folder tmp with train.bin, val.bin and meta.json, and returns meta. Raises ValueError."""
     enc, stdlib = get_encoding(args.encoding), Path(os.__file__).parent
@@ -225,8 +230,7 @@ def prepare(args, tmp):
     total, start, count, low, high = sum(map(os.path.getsize, files)), time.time(), Counter(), 1.0, 0.0
     sha = {"train": hashlib.sha256(), "val": hashlib.sha256()}
     unigrams = {split: np.zeros(enc.n_vocab, np.int64) for split in sha}
-    default_sigterm = signal.SIGTERM, signal.SIG_DFL         # else a pool that lost a worker could not end the others
-    with (cf.ProcessPoolExecutor(args.workers, initializer=signal.signal, initargs=default_sigterm) as pool,
+    with (cf.ProcessPoolExecutor(args.workers, initializer=own_signals) as pool,
           open(tmp / "train.bin", "wb") as train, open(tmp / "val.bin", "wb") as val):
         for texts, done in batches(files, args, count):      # a batch at a time: a pool's map reads all of its input
             for u, size, ids in pool.map(functools.partial(work, args.encoding), texts, chunksize=1 + len(texts) // (8 * args.workers)):
@@ -277,6 +281,7 @@ def main(argv=None):
     except (ValueError, OSError, cf.BrokenExecutor) as e:
         sys.exit(f"prepare_data.py: {e}" + (" Out of memory? Try fewer --workers" if isinstance(e, cf.BrokenExecutor) else ""))
     except KeyboardInterrupt:
+        print("prepare_data.py: interrupted, nothing was written", file=sys.stderr)
         sys.exit(130)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)

@@ -399,6 +399,18 @@ def test_blocks_of_two_sites(D, H, losses, frozen, monkeypatch):
     assert len(got[0]) == len(got[1]) and all(rel(a, b) < 2e-6 for a, b in zip(*got))
 
 @kernel
+def test_a_stream_of_ones_own_is_not_fused_away():
+    x, _ = batch(1, 3)
+    class Newest(mhar.DepthRouting):                        # reads two sources
+        def stream(self, route):
+            return super().stream(lambda sources, *args: route(sources[-2:], *args))
+    eager, fused = (randomised(tiny("mhar", kernel=kernel)).float().to(DEVICE) for kernel in ("eager", "fused"))
+    whole = eager(x.to(DEVICE))[0]
+    eager.residual.__class__ = fused.residual.__class__ = Newest
+    got = eager(x.to(DEVICE))[0]
+    assert rel(fused(x.to(DEVICE))[0], got) < 1e-5 and rel(whole, got) > 1e-2
+
+@kernel
 def test_fused_backward_from_the_middle_frozen_parts_and_twice(monkeypatch):
     x, y = (z.to(DEVICE) for z in batch(1, 3))
     got = []
@@ -895,6 +907,17 @@ def test_qwen_rank_file():
     assert enc.eot_token == 151643 and enc.encode_ordinary("12345") == [16, 17, 18, 19, 20]     # one token a digit
     assert all(enc.decode(enc.encode_ordinary(z)) == z for z in AWKWARD)
 
+def test_ctrl_c_leaves_a_sentence_and_nothing_else(tmp_path):
+    with open(tmp_path / "list.jsonl", "w") as f:
+        f.writelines(json.dumps({"text": f"{i} {LINES[i % len(LINES)]} " * 50}) + "\n" for i in range(40000))
+    command = [sys.executable, "prepare_data.py", "--input", str(tmp_path / "list.jsonl"), "--out", str(tmp_path / "out"), "--workers", "2"]
+    p = subprocess.Popen(command, cwd=HERE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not any(f.stat().st_size for f in tmp_path.glob("out*/train.bin")):     # the workers work
+        time.sleep(0.05)
+    os.killpg(p.pid, signal.SIGINT)                         # as a terminal does, to the workers too
+    lines = [z for z in p.communicate(timeout=60)[1].replace("\r", "\n").splitlines() if " MB/s, " not in z]
+    assert p.returncode == 130 and lines == ["prepare_data.py: interrupted, nothing was written"] and not any(tmp_path.glob("out*"))
+
 # ---------------------------------------------------------------- trainer
 TINY = ("--n_layer 2 --n_embd 64 --n_head 4 --n_kv_head 2 --d_ff 128 --route_heads 2 --block_size 32 --batch_size 4 --grad_accum 2 "
         "--warmup_iters 2 --device cpu --dtype float32 --no_compile --seed 1 --eval_interval 0").split()
@@ -995,6 +1018,10 @@ def test_resume_refuses_another_run(data, tmp_path, capsys):
                          (["--ema", 0.9], "ema False -> True"), (["--max_iters", 1], "at step 2"), (["--decay", "matrices"], "decay all -> matrices")):
         assert words in refused(capsys, run, data, out, "--resume", *flags)
         assert "--overwrite" in refused(capsys, run, data, out)                  # and nothing is overwritten unasked
+    (out / "ckpt.pt").unlink()                              # nor the log of a run that died before it saved
+    log = (out / "log.jsonl").read_text()
+    assert "holds a run's log, --overwrite starts anew" in refused(capsys, run, data, out) and (out / "log.jsonl").read_text() == log
+    assert len(run(data, out, "--max_iters", 1, "--overwrite")) == 1
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_leaves(data, tmp_path, number):
@@ -1500,6 +1527,12 @@ def test_heads_equal_numpy(mode, data, tmp_path, figures, capsys):
         assert all(np.allclose(line[:len(w)], w[:, h], atol=1e-5) and np.isnan(line[len(w):]).all() for line, w in zip(image, weights))
         if h == 0 or mode != "attnres":
             assert all(np.allclose(w[:, h], z[:, h], atol=1e-5) for w, z in zip(weights, shared))
+
+def test_heads_follow_a_change_of_the_formula(data, tmp_path, figures, capsys, monkeypatch):
+    randomised_run("mhar", data, tmp_path)
+    monkeypatch.setattr(figures, "route_weights", lambda s, q, g, H, eps: s[..., :H].float().mul(0).add(1 / len(s)))          # a plain average
+    rows, _ = drawn(figures, capsys, "heads", tmp_path, "--windows", 2, "--out", tmp_path / "h.png")
+    assert all(abs(z[0]) < 1e-6 and abs(z[3]) < 1e-6 for z in rows.values())
 
 def test_random_queries_are_the_null(data, tmp_path, figures, capsys):
     def table(mode, change):

@@ -442,7 +442,7 @@ def parser():
     g.add_argument("--scale", default="tiny", choices=SCALES, help="model fields and recipe to start from, without --init_from")
     g.add_argument("--init_from", help="start from these weights, a baseline's Hugging Face folder or a ckpt.pt, with its model fields")
     g.add_argument("--resume", action="store_true", help="continue from OUT/ckpt.pt, with its settings where no flag is given")
-    g.add_argument("--overwrite", action="store_true", help="start anew where OUT holds a checkpoint")
+    g.add_argument("--overwrite", action="store_true", help="start anew where OUT holds a run")
     g.add_argument("--eval_only", action="store_true", help="evaluate OUT/ckpt.pt, or the --init_from given, and leave")
     g.add_argument("--text", metavar="FILE", help="with --eval_only: the perplexity of this text file instead of the validation loss")
     g.add_argument("--bench", action="store_true", help="time steps of these modes and leave; nothing is written")
@@ -491,8 +491,9 @@ def settings(args, spec, out):
     args = argparse.Namespace(**{**RECIPES["init_from" if args.init_from else args.scale], **vars(args), "mode": spec, "out": out})
     meta = prepare_data.read_meta(args.data)
     ckpt = None if args.overwrite else load_checkpoint(out)
-    if ckpt and not (args.resume or args.eval_only):
-        raise ValueError(f"{out} holds a checkpoint at step {ckpt['step']}; --resume continues it, --overwrite starts anew")
+    if not (args.overwrite or args.resume or args.eval_only) and (ckpt or not args.bench and read_log(out)):
+        raise ValueError(f"{out} holds a run" + (f" at step {ckpt['step']}; --resume continues it" if ckpt else "'s log")
+                         + ", --overwrite starts anew")
     if not (args.eval_only or args.bench) and (any(Path(out).glob("*.safetensors*")) or args.init_from and not ckpt
             and os.path.realpath(args.init_from) in map(os.path.realpath, (out, os.path.join(out, "ckpt.pt")))):
         raise ValueError(f"--out {out} holds a pretrained model or that of --init_from, which this run would replace; take another --out")
@@ -535,8 +536,8 @@ def settings(args, spec, out):
         then, now = identity(ckpt["args"], ckpt["config"], ckpt["data"]), identity(vars(args), asdict(config), meta)
         if changed := [f"{k} {then[k]} -> {now[k]}" for k in now if now[k] != then[k]]:
             raise ValueError(f"the checkpoint in {out} was made with other settings: {', '.join(changed)}")
-        if ckpt["step"] > min(args.max_iters, args.stop_at or args.max_iters):
-            raise ValueError(f"{out} is at step {ckpt['step']}, past --max_iters {args.max_iters} or --stop_at {args.stop_at}")
+        if ckpt["step"] > (last := min(args.max_iters, args.stop_at or args.max_iters)):
+            raise ValueError(f"{out} is at step {ckpt['step']}, past {last}, where --max_iters {args.max_iters} or --stop_at ends")
     return args, config, meta, ckpt
 
 def main(argv=None):
@@ -570,11 +571,10 @@ def main(argv=None):
             raise ValueError(f"--device {kind} is not available here to process {local}; auto takes what there is, one GPU a process")
         if args.cuda_graph and kind != "cuda":
             raise ValueError(f"--cuda_graph needs --device cuda, not {kind}")
-        device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
-        torch.cuda.set_device(device) if kind == "cuda" else None
-        if "RANK" in os.environ and not dist.is_initialized():
-            dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(hours=1),      # a long save
-                                    device_id=device if kind == "cuda" else None)
+        device, cuda = torch.device(f"cuda:{local}" if kind == "cuda" else kind), kind == "cuda"
+        torch.cuda.set_device(device) if cuda else None
+        if "RANK" in os.environ and not dist.is_initialized():              # an hour: for a long save
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(hours=1), device_id=device if cuda else None)
         rank, size = world()
         if args.data == DEFAULT_DATA and not os.path.exists(args.data) and rank == 0:
             print("preparing the default corpus, the Python standard library's own sources", flush=True)
@@ -584,10 +584,10 @@ def main(argv=None):
         dist.barrier() if size > 1 else None                # all accept before anything is lost
         for out in outs if args.overwrite and not (args.bench or args.eval_only) and rank == 0 else ():
             Path(out, "ckpt.pt").unlink(missing_ok=True)    # of all modes: --resume must not find an old run
-        dtype = getattr(torch, args.dtype if args.dtype != "auto" else "bfloat16" if kind == "cuda" else args.param_dtype)
+        dtype = getattr(torch, args.dtype if args.dtype != "auto" else "bfloat16" if cuda else args.param_dtype)
         for args, config, *_ in runs:
-            args.compile = kind == "cuda" if args.compile is None else args.compile
-            args.cuda_graph = kind == "cuda" and not args.fsdp if args.cuda_graph is None else args.cuda_graph
+            args.compile = cuda if args.compile is None else args.compile
+            args.cuda_graph = cuda and not args.fsdp if args.cuda_graph is None else args.cuda_graph
             args.fused = fused_kernels(config.kernel, device, dtype) is not None and config.mode not in ("baseline", "hyper")
         results = [train(*run, device, dtype) for run in runs]
         if rank == 0 and (several and not args.eval_only or args.bench):
