@@ -168,7 +168,8 @@ def batches(files, args, count):
                     batch, full = [], 0
         except (OSError, EOFError, ValueError, ImportError, RecursionError, lzma.LZMAError, zlib.error) as e:
             where = path if path.lower().endswith(TEXT) else f"{path}:{n + 1}"
-            hint = {UnicodeDecodeError: "; --errors replace goes on with U+FFFD", ModuleNotFoundError: " (pip install pyarrow)"}
+            hint = {UnicodeDecodeError: "; --errors replace goes on with U+FFFD", ModuleNotFoundError: " (pip install pyarrow)",
+                    json.JSONDecodeError: "; expected a JSON object"}
             raise ValueError(f"{where}: {e}{hint.get(type(e), '')}") from None
         done += os.path.getsize(path)
     yield batch, done
@@ -193,7 +194,8 @@ def read_meta(folder):
         meta = json.loads(path.read_text("utf-8"))
         return {k: meta[k] for k in META}
     except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is missing or not what prepare_data.py writes; it makes such a folder") from None
+        raise ValueError(f"{path} is missing or not what prepare_data.py writes; make the folder with "
+                         "python prepare_data.py --input YOUR_TEXTS --out FOLDER") from None
 
 def read_split(folder, split):
     """Token ids of train or val, as a read-only memory map."""

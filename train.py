@@ -172,8 +172,8 @@ def print_table(outs):
         base = loss if base is None else base
         print(f"{config['name']:<14}{loss:>10.4f}{loss - base:>+9.4f}{speed:>11,.0f}{f'{memory:,.0f}' if memory else 'n/a':>9}"
               f"{config['parameters']:>13,}{steps:>8,}  {out}")
-    if len(pairs) > 1:
-        print("not paired: these runs differ in data, seed, schedule, batch, rate or decay")
+    odd = [k for k, v in zip(["data", "batch_size x grad_accum", *same], zip(*pairs)) if len({*v}) > 1]
+    print("not paired: these runs differ in " + ", ".join(odd)) if odd else None
 
 # ---------------------------------------------------------------- evaluation
 @torch.no_grad()
@@ -491,7 +491,7 @@ def settings(args, spec, out):
     args = argparse.Namespace(**{**RECIPES["init_from" if args.init_from else args.scale], **vars(args), "mode": spec, "out": out})
     meta = prepare_data.read_meta(args.data)
     ckpt = None if args.overwrite else load_checkpoint(out)
-    if not (args.overwrite or args.resume or args.eval_only) and (ckpt or not args.bench and read_log(out)):
+    if not (args.overwrite or args.resume or args.eval_only) and (ckpt or read_log(out)):
         raise ValueError(f"{out} holds a run" + (f" at step {ckpt['step']}; --resume continues it" if ckpt else "'s log")
                          + ", --overwrite starts anew")
     if not (args.eval_only or args.bench) and (any(Path(out).glob("*.safetensors*")) or args.init_from and not ckpt
@@ -548,8 +548,8 @@ def main(argv=None):
             return print_table(args.table)
         if args.overwrite + args.resume + args.eval_only > 1:
             raise ValueError("of --resume, --overwrite and --eval_only give one: they continue, start anew and only read")
-        if args.text and not args.eval_only or args.fsdp and (args.cuda_graph or "RANK" not in os.environ):
-            raise ValueError("--text goes with --eval_only alone, --fsdp with torchrun and without --cuda_graph")
+        if (text := args.text and not args.eval_only) or args.fsdp and (args.cuda_graph or "RANK" not in os.environ):
+            raise ValueError("--text goes with --eval_only alone" if text else "--fsdp goes with torchrun and without --cuda_graph")
         args.overwrite |= bool(args.eval_only and args.init_from) or args.bench             # whatever OUT holds
         several = "," in args.mode
         outs = [os.path.join(args.out, spec.replace(":", "-")) for spec in args.mode.split(",")] if several else [args.out]
