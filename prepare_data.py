@@ -16,6 +16,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import multiprocessing
 import os
 import re
 import reprlib
@@ -270,9 +271,17 @@ def main(argv=None):
     p.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: all cores)")
     p.add_argument("--errors", choices=("strict", "replace"), default="strict", help="on bytes that are not UTF-8 (default: strict)")
     args = p.parse_args(argv)
-    tmp = Path(f"{os.path.abspath(args.out)}.tmp-{os.getpid()}")
+    pid, tmp = os.getpid(), Path(f"{os.path.abspath(args.out)}.tmp-{os.getpid()}")
+
+    def leave(number, frame):                                # not by an exception: the pool's threads can hang on one
+        if os.getpid() == pid:                               # else a worker that has just been forked
+            for child in multiprocessing.active_children():
+                child.kill()
+            print("prepare_data.py: interrupted" + ", nothing was written" * tmp.exists(), file=sys.stderr, flush=True)
+            shutil.rmtree(tmp, ignore_errors=True)
+        os._exit(128 + number)
+    before = {n: signal.signal(n, leave) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
         if not 0 <= args.val_frac < 1 or args.workers < 1:
             raise ValueError(f"--val_frac {args.val_frac} must be in [0, 1) and --workers {args.workers} at least 1")
         if os.path.lexists(args.out):
@@ -282,10 +291,9 @@ def main(argv=None):
         tmp.rename(args.out)
     except (ValueError, OSError, cf.BrokenExecutor) as e:
         sys.exit(f"prepare_data.py: {e}" + (" Out of memory? Try fewer --workers" if isinstance(e, cf.BrokenExecutor) else ""))
-    except KeyboardInterrupt:
-        print("prepare_data.py: interrupted, nothing was written", file=sys.stderr)
-        sys.exit(130)
     finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
         shutil.rmtree(tmp, ignore_errors=True)
     sides = ", ".join(f"{s} {meta[s]['documents']:,} documents, {meta[s]['tokens']:,} tokens" for s in ("train", "val"))
     print(f"{args.out}: vocabulary {meta['vocab_size']:,}, {sides}, {meta['replaced']} characters replaced, {meta['blank']} blank texts")

@@ -1528,11 +1528,12 @@ def test_heads_equal_numpy(mode, data, tmp_path, figures, capsys):
         if h == 0 or mode != "attnres":
             assert all(np.allclose(w[:, h], z[:, h], atol=1e-5) for w, z in zip(weights, shared))
 
-def test_heads_follow_a_change_of_the_formula(data, tmp_path, figures, capsys, monkeypatch):
-    randomised_run("mhar", data, tmp_path)
-    monkeypatch.setattr(figures, "route_weights", lambda s, q, g, H, eps: s[..., :H].float().mul(0).add(1 / len(s)))          # a plain average
-    rows, _ = drawn(figures, capsys, "heads", tmp_path, "--windows", 2, "--out", tmp_path / "h.png")
-    assert all(abs(z[0]) < 1e-6 and abs(z[3]) < 1e-6 for z in rows.values())
+def test_heads_refuse_a_changed_formula(data, tmp_path, figures, capsys, monkeypatch):
+    real = figures.route_weights                            # here, as if it were changed
+    monkeypatch.setattr(figures, "route_weights", lambda s, q, *args: real(s, q / 2, *args))
+    for mode in ("attnres", "mhar"):
+        randomised_run(mode, data, tmp_path)
+        assert "another formula than measure" in refused(capsys, figures.main, ["heads", str(tmp_path), "--windows", "2"])
 
 def test_random_queries_are_the_null(data, tmp_path, figures, capsys):
     def table(mode, change):
@@ -1551,6 +1552,9 @@ def test_random_queries_are_the_null(data, tmp_path, figures, capsys):
     assert rows["0"][0] < 1e-4 and rows["0"][1] < 1e-4 and all(rows[z][0] > 0.01 and rows[z][1] > 0.01 for z in "123")
     assert np.allclose(rows["1"], rows["2"], atol=1e-4)     # both plain averages
     assert not any(table("delta", lambda m: m.residual.q.zero_())["all"])        # what has not learned has no heads
+    sharp = randomised_run("attnres", data, tmp_path, lambda m: m.residual.q.mul_(300)).float()                 # weights that underflow
+    kl = torch.stack([z[0] for half in figures.measure(sharp, batch(4, V=257)[0], 2) for z in half])
+    assert kl.isfinite().all() and kl.max() > 100
 
     def random(m):                                          # a random model is its own null; head 0 has ten times the norm
         m.residual.q.normal_(generator=torch.Generator().manual_seed(5))

@@ -546,8 +546,8 @@ def main(argv=None):
     try:
         if args.table:
             return print_table(args.table)
-        if args.overwrite + args.resume + args.eval_only > 1:
-            raise ValueError("of --resume, --overwrite and --eval_only give one: they continue, start anew and only read")
+        if args.overwrite + args.resume + args.eval_only > 1 or args.eval_only and args.bench:
+            raise ValueError("of --resume, --overwrite and --eval_only (or --bench) give one: they continue, start anew and only read")
         if (text := args.text and not args.eval_only) or args.fsdp and (args.cuda_graph or "RANK" not in os.environ):
             raise ValueError("--text goes with --eval_only alone" if text else "--fsdp goes with torchrun and without --cuda_graph")
         args.overwrite |= bool(args.eval_only and args.init_from) or args.bench             # whatever OUT holds

@@ -22,7 +22,7 @@ except ImportError:
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import prepare_data
 import train
-from mhar import GPT, GPTConfig, route_ref, route_weights, stack
+from mhar import GPT, GPTConfig, rms_norm, route_ref, route_weights, stack
 
 def bar(ax, x, y, shades, texts, label, width, height=0.52):
     """One vector of width D as slices side by side; a darker slice has more weight."""
@@ -51,7 +51,6 @@ def schematic(path, H=4):
     ax.axis("off")
     fig.savefig(path, bbox_inches="tight")
 
-# ---------------------------------------------------------------- loss curves
 def read_run(run):
     """RUN_DIR -> name, checksum of the val split, and by tokens (millions): training loss, held-out loss. Raises ValueError."""
     try:
@@ -92,7 +91,6 @@ def curves(runs, path):
     fig.savefig(path, bbox_inches="tight")
     return differences
 
-# ---------------------------------------------------------------- what the heads read
 def load(run, data, text, count):
     """RUN_DIR/ckpt.pt -> model in fp32, windows int64 [W, T] from all over data's val split or a text, a title. Raises ValueError."""
     path = Path(run, "ckpt.pt")
@@ -119,7 +117,8 @@ def measure(model, windows, draws):
     """
     What the reads weigh on windows int64 [W, T], W even, taken one by one. Slices h of the width are the H heads; of one head, 4 slices,
     and a fifth with the mean of their logits: so far from the read, which has the sum, is each of them if all agree.
-        a_nh = mhar.route_weights with H slices      m_n = mean_h a_nh; of one head its read      KL_h = sum_n a_nh log(a_nh / m_n), nats
+        logit_nh = q_h . k_n[h]   (k_n as in mhar.route_weights)                 a_nh = softmax_n(logit_nh)
+        m_n = mean_h a_nh; of one head softmax_n(sum_h logit_nh), its read       KL_h = sum_n a_nh log(a_nh / m_n), nats
     R further draws have a random vector of q_h's norm in the place of each q_h, at the same sources. Returns, for each half of the
     windows, a list over sites (N sources) of means over tokens: KL [1+R, S], a [1+R, N, S], m [1+R, N, 1]; the model's own come first.
     """
@@ -129,12 +128,14 @@ def measure(model, windows, draws):
     q = torch.cat((q[None], noise * (q.norm(dim=-1) / noise.norm(dim=-1)).unsqueeze(-1)))           # [1+R, sites, S, D/S]
 
     def route(sources, *args):
-        def weights(H, scale=1.0):                                                                  # [1+R, N, T, H]
-            return torch.stack([route_weights(s, scale * z, args[1], H, r.eps)[:, 0] for z in q[:, len(seen[-1])].flatten(1)])
-        s, S = stack(sources), q.size(2)
-        a = weights(S) if r.H > 1 else torch.cat((weights(S), weights(1, 1 / S)), -1)               # the mean of S logits: a query / S
-        m = a.mean(-1, True) if r.H > 1 else weights(1)
-        seen[-1].append([(torch.xlogy(a, a) - torch.xlogy(a, m)).sum(1).mean(1), a.mean(2), m.mean(2)])
+        k = rms_norm((s := stack(sources))[:, 0], args[1], r.eps).unflatten(-1, q.shape[2:])        # [N, T, S, D/S]
+        logit = torch.einsum("ntsd,rsd->rnts", k, q[:, len(seen[-1])])
+        log_a = logit.log_softmax(1)                                                                # [1+R, N, T, S]
+        log_m = log_a.logsumexp(-1, True) - np.log(q.size(2)) if r.H > 1 else logit.sum(-1, True).log_softmax(1)
+        if not torch.allclose((log_a if r.H > 1 else log_m)[0].exp(), route_weights(s, *args)[:, 0], atol=1e-3):
+            raise ValueError("mhar.route_weights has another formula than measure in assets/figures.py; change that, too")
+        log_a = log_a if r.H > 1 else torch.cat((log_a, logit.mean(-1, True).log_softmax(1)), -1)
+        seen[-1].append([(log_a.exp() * (log_a - log_m)).sum(1).mean(1), log_a.exp().mean(2), log_m.exp().mean(2)])
         return route_ref(s, *args)
     for window in windows.to(q.device):
         seen.append([])
