@@ -1160,7 +1160,7 @@ def test_bench(data, tmp_path, capsys):
     (["--device", "mps" if torch.cuda.is_available() else "cuda"], "(mps|cuda) is not available"), (["--mode", "mhar:5"], "64.*5"),
     (["--block_size", 10**6], "block_size"), (["--batch_size", 0], "batch_size is 0"), (["--table", "nowhere"], "nowhere"),
     (["--lr", "inf"], "lr is inf"), (["--max_iters", -5], "max_iters is -5"), (["--mode", "mhar,mhar"], "twice"), (["--mode", "mhar:08"], "mhar:08"),
-    (["--overwrite", "--resume"], "overwrite"), (["--cuda_graph"], "cuda_graph.*cpu"), (["--head_dim", -2], "head_dim is -2"), (["--param_dtype", "bfloat16"], "float32 needs")])
+    (["--overwrite", "--resume"], "overwrite"), (["--eval_only", "--bench"], "eval_only .or --bench"), (["--cuda_graph"], "cuda_graph.*cpu"), (["--head_dim", -2], "head_dim is -2"), (["--param_dtype", "bfloat16"], "float32 needs")])
 def test_flags_are_refused_before_any_work(data, tmp_path, capsys, flags, words):
     assert re.search(words, refused(capsys, run, data, tmp_path / "o", *flags)) and not os.path.exists(tmp_path / "o")
 
