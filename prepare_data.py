@@ -271,7 +271,8 @@ def main(argv=None):
     p.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: all cores)")
     p.add_argument("--errors", choices=("strict", "replace"), default="strict", help="on bytes that are not UTF-8 (default: strict)")
     args = p.parse_args(argv)
-    pid, tmp = os.getpid(), Path(f"{os.path.abspath(args.out)}.tmp-{os.getpid()}")
+    pid = os.getpid()
+    tmp = Path(f"{os.path.abspath(args.out)}.tmp-{pid}")
 
     def leave(number, frame):                                # not by an exception: the pool's threads can hang on one
         if os.getpid() == pid:                               # else a worker that has just been forked

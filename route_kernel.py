@@ -428,11 +428,10 @@ def gather_kernel(p_grad, p_out, p_v, p_r, p_y, p_dx, p_w, p_do, p_stat, p_acc, 
 
 @triton.jit(do_not_specialize=INTS)
 def pull_kernel(p_v, p_r, p_z, p_dx, p_w, p_do, p_stat, p_acc, p_c, BT, block, top, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr,
-                C: tl.constexpr, CHUNKS: tl.constexpr, K: tl.constexpr, F32: tl.constexpr):
+                C: tl.constexpr, CHUNKS: tl.constexpr, SHARES: tl.constexpr, K: tl.constexpr, F32: tl.constexpr):
     """The block's K sources, from all sites of later blocks, K at a time: what gather does for one source and the sites of its block."""
     # neighbours have a share of the head's columns each, and the first of them keeps dx and c
-    shares: tl.constexpr = (DH + CHUNKS * C - 1) // (CHUNKS * C)
-    share, h, t = tl.program_id(0) % shares, tl.program_id(0) // shares % H, (tl.program_id(0) // shares // H).to(tl.int64)
+    share, h, t = tl.program_id(0) % SHARES, tl.program_id(0) // SHARES % H, (tl.program_id(0) // SHARES // H).to(tl.int64)
     first, o_c, o_k = share * CHUNKS * C, tl.arange(0, C), tl.arange(0, K)
     n, once = block * K + o_k, o_k + K * share < K
     o_n = n.to(tl.int64) * BT + t
@@ -448,10 +447,10 @@ def pull_kernel(p_v, p_r, p_z, p_dx, p_w, p_do, p_stat, p_acc, p_c, BT, block, t
         for c in tl.static_range(CHUNKS):
             o = first + c * C + o_c[None, :]
             dos = dos + (tl.load(p_doi[:, None] + o, mask=m_k[:, None] & (o < DH), other=0.0),)                        # [K, C]
-            if CHUNKS * C >= DH:
+            if SHARES == 1:
                 b_v = tl.load(p_v + o_n[:, None] * D + h * DH + o, mask=o < DH, other=0.0)
                 P += dot(b_v, tl.trans(dos[c]), F32, p_v.dtype.element_ty)
-        if CHUNKS * C < DH:                                  # P takes all columns of the head
+        if SHARES > 1:                                       # P takes all columns of the head
             for c in range(0, DH, C):
                 o = c + o_c[None, :]
                 b_v = tl.load(p_v + o_n[:, None] * D + h * DH + o, mask=o < DH, other=0.0)
@@ -525,8 +524,8 @@ class History:
         C = min(C, 32 if 0 < DH % 64 <= 32 else 64 if 0 < DH % 128 <= 64 else 128)         # 160 = 5 x 32
         chunks = triton.cdiv(DH, C)
         chunks = triton.cdiv(chunks, triton.cdiv(chunks * C, 640))          # more columns are more than a program's registers hold
-        self.shares = triton.cdiv(DH, chunks * C)
-        self.pull = dict(base, C=C, CHUNKS=chunks, F32=F32, num_stages=1 if F32 else 3 if self.shares > 1 else 2,
+        shares = triton.cdiv(DH, chunks * C)
+        self.pull = dict(base, C=C, CHUNKS=chunks, SHARES=shares, F32=F32, num_stages=1 if F32 else 3 if shares > 1 else 2,
                          num_warps=min(8 if F32 else 4, max(1, triton.next_power_of_2(chunks * C) // (32 if F32 else 128))))
 
     def read(self, s, i):
@@ -558,7 +557,7 @@ class History:
         last, blocks, ds = min(self.top - block * K, K - 1), self.top // K - block + 1, torch.empty_like(out)  # blocks: this one and later
         state = (self.dx, self.w, self.do, self.stat, self.acc, self.c)
         if k == last and blocks > 1:
-            pull_kernel[BT * H * self.shares,](self.v, self.r, self.z, *state, BT, block, self.top, **self.pull)
+            pull_kernel[BT * H * self.pull["SHARES"],](self.v, self.r, self.z, *state, BT, block, self.top, **self.pull)
         grid = (triton.cdiv(BT, self.gather["TT"]),)
         gather_kernel[grid](do, out, self.v, self.r, self.y, *state, ds, BT, block, k, last + 1, PULLED=blocks > 1, **self.gather)
         if k == 0:

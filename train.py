@@ -566,12 +566,12 @@ def main(argv=None):
         if len(set(outs)) < len(outs):
             raise ValueError(f"--mode {args.mode} names a run twice")
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-        local = int(os.environ.get("LOCAL_RANK", "0"))      # among the node's processes, from 0
+        local, cuda = int(os.environ.get("LOCAL_RANK", "0")), kind == "cuda"             # local: among the node's processes, from 0
         if kind not in ("cpu", "cuda", "mps") or kind != "cpu" and local >= getattr(torch, kind).device_count():
             raise ValueError(f"--device {kind} is not available here to process {local}; auto takes what there is, one GPU a process")
-        if args.cuda_graph and kind != "cuda":
+        if args.cuda_graph and not cuda:
             raise ValueError(f"--cuda_graph needs --device cuda, not {kind}")
-        device, cuda = torch.device(f"cuda:{local}" if kind == "cuda" else kind), kind == "cuda"
+        device = torch.device(f"cuda:{local}" if cuda else kind)
         torch.cuda.set_device(device) if cuda else None
         if "RANK" in os.environ and not dist.is_initialized():              # an hour: for a long save
             dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(hours=1), device_id=device if cuda else None)
