@@ -577,6 +577,8 @@ class GPT(nn.Module):
             products = 2 * sum(1 + sum(s <= i for s in self.residual.starts) for i in range(sites))
         elif c.mode == "hyper":
             products = sites * (n * (n + 2) + n * (n + 1) + n)     # maps, mix, write
+        elif c.mode != "baseline":
+            raise NotImplementedError(f"the FLOPs of mode {c.mode!r}, for its MFU")
         return 6 * (self.num_params() + c.n_layer * c.n_head * c.head_dim * c.block_size + products * c.n_embd)
 
 def convert_to_delta(model, route_heads=8, delta_blocks=8):

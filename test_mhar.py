@@ -257,6 +257,9 @@ def test_parameter_counts_and_flops():
                            ("hyper", 6 * (24 + 20 + 4))):
         m = GPT(tiny(mode))
         assert m.estimate_flops() == 6 * m.num_params() + 6 * 3 * 4 * 8 * 16 + 6 * 32 * products == train.flops_per_token(m.config)
+    m.config.mode = "newest"                                # a mode of one's own is not counted as free
+    with pytest.raises(NotImplementedError, match="'newest'"):
+        m.estimate_flops()
     peaks = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA L4": 121e12,
              "NVIDIA A10": 125e12, "NVIDIA A10G": None, "cpu": None, "Made Up 9000": None, "NVIDIA L40S": 362e12}
     assert {k: train.peak_flops(k) for k in peaks} == peaks
@@ -1046,6 +1049,9 @@ def test_damaged_files_are_named(data, tmp_path, capsys):
     with open(out / "log.jsonl", "a") as f:
         f.write('{"iter": 2, "lo')                          # a full disk
     assert losses(run(data, out, "--resume", "--max_iters", 4)) == whole
+    there = torch.load(out / "ckpt.pt", weights_only=True)
+    torch.save({**there, "config": {**there["config"], "mode": "newest"}}, out / "ckpt.pt")      # of somebody's changed mhar.py
+    assert "mode is 'newest', expected one of" in refused(capsys, run, data, out, "--resume", "--max_iters", 6)
     os.truncate(out / "ckpt.pt", 10000)
     assert "ckpt.pt is damaged" in refused(capsys, run, data, out, "--resume", "--max_iters", 6)
     assert losses(run(data, out, "--overwrite", "--max_iters", 4)) == whole

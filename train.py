@@ -135,7 +135,7 @@ def load_checkpoint(out):
         return ckpt and {**ckpt, "config": asdict(GPTConfig(**ckpt["config"]))}
     except Exception as e:                                  # a damaged file has many ways to fail
         hint = "a pretrained model is given as its folder" if os.path.isfile(out) else "--overwrite starts anew"
-        raise ValueError(f"checkpoint {path} is damaged or of another program ({type(e).__name__}); {hint}") from e
+        raise ValueError(f"{path} is damaged or of another program ({e if type(e) is ValueError else type(e).__name__}); {hint}") from e
 
 def read_log(out):
     """The records of OUT/log.jsonl; a last line that was cut off is left out."""
