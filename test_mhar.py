@@ -351,7 +351,7 @@ def test_kernel_parity_in_bf16(S, D, H):
         assert {z.dtype for z in route_kernel.every_read(router, *route_kernel.inputs(2, 2, D, H, torch.bfloat16, DEVICE))} == {torch.bfloat16}
 
 @kernel
-@pytest.mark.parametrize("n_layer", [2, pytest.param(12, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="slow in the interpreter"))])
+@pytest.mark.parametrize("n_layer", [2, pytest.param(12, id="12_on_gpu", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="slow in the interpreter"))])
 def test_fused_models(n_layer):
     x, y = (z.to(DEVICE) for z in batch(1, 3))
     for mode, k in (("attnres", {}), ("mhar", {}), ("delta", {}), ("mhar", dict(grad_checkpoint=True))):
@@ -950,8 +950,25 @@ def two(data, tmp_path_factory):
     run(data, out / "b", *SHARDED, "--stop_at", 10, mode=SHARDED_MODES)              # one process began it
     calls = [argv(data, out / "all", *SHORT, *flags, mode=",".join(MODES)) for flags in (["--stop_at", 4], ["--resume"])]
     calls += [argv(data, out / "fine", *FINE), argv(data, out / "a", *SHARDED, "--fsdp", "--stop_at", 10, mode=SHARDED_MODES),
-              argv(data, out / "b", *SHARDED, "--fsdp", "--resume", mode=SHARDED_MODES)]
-    (out / "two.py").write_text(f"import sys\nsys.path.insert(0, {HERE!r})\nimport train\nfor flags in {calls!r}:\n    train.main(flags)\n")
+              argv(data, out / "b", *SHARDED, "--fsdp", "--resume", mode=SHARDED_MODES),
+              argv(data, out / "fine", "--eval_only", "--batch_size", 8, "--grad_accum", 1, "--eval_iters", 1)]       # no multiple of 2
+    run(data, out / "node1" / "o", *SHORT, "--stop_at", 2)                           # two machines, one with an older checkpoint
+    shutil.copytree(out / "node1", out / "node0")
+    run(data, out / "node0" / "o", *SHORT, "--stop_at", 4, "--resume")
+    odd = [(argv(data, "p", *SHORT), ["--seed", "7"]), (argv(data, "o", *SHORT, "--resume"), [])]      # and one with another flag
+    (out / "two.py").write_text(f"""import os, sys
+sys.path.insert(0, {HERE!r})
+import train
+for flags in {calls!r}:
+    train.main(flags)
+rank = int(os.environ["RANK"])
+os.chdir({str(out)!r} + f"/node{{rank}}")
+for flags, other in {odd!r}:
+    try:
+        train.main(flags + other * rank)
+    except SystemExit as e:
+        print(e, file=open("said", "a"))
+""")
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(out / "two.py")], check=True,
                    env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
     return out
@@ -1085,6 +1102,18 @@ def test_accumulation_and_processes_give_the_same_run(data, tmp_path, two):
         assert [r["tokens"] for r in log] == [256 * (i + 1) for i in range(20)]
         for key, most in (("loss", 1e-6), ("grad_norm", 1e-4)):
             assert max(abs(a[key] - b[key]) / a[key] for a, b in zip(one, log)) < most
+
+def test_processes_have_to_agree(two):
+    for node in ("node0", "node1"):
+        assert (two / node / "said").read_text().splitlines() == [
+            f"train.py: the processes are to do the same, but have {z}" for z in ("seed 1 and 7", "step 4 and 2")]
+    assert checkpoint(two / "node0" / "o")["step"] == 4 and not (two / "node0" / "p").exists()
+
+def test_signals_are_noted_until_all_processes_know_of_them(data, tmp_path, monkeypatch):
+    handlers, real = [], train.sum_over_ranks
+    monkeypatch.setattr(train, "sum_over_ranks", lambda x: (real(x), handlers.append(signal.getsignal(signal.SIGTERM)))[0])
+    run(data, tmp_path / "o", "--max_iters", 3, "--stop_at", 2)
+    assert len({*handlers}) == 1 and handlers[0] not in (signal.SIG_DFL, signal.getsignal(signal.SIGTERM))
 
 def test_failures_keep_the_last_good_checkpoint(data, tmp_path, monkeypatch, capsys):
     n, z, real = tmp_path / "n", tmp_path / "z", torch.save

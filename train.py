@@ -216,8 +216,7 @@ def finish(args, meta, model, device, loss):
         enc = prepare_data.read_encoding(args.data)
         rng = torch.Generator(device).manual_seed(args.seed)
         ids = model.generate(torch.tensor([[enc.eot_token]], device=device), 200, temperature=0.8, top_k=50, generator=rng)[0, 1:]
-        text = enc.decode([t for t in ids.tolist() if t < enc.n_vocab])
-        terminal = sys.stdout.encoding or "utf-8"
+        text, terminal = enc.decode([t for t in ids.tolist() if t < enc.n_vocab]), sys.stdout.encoding or "utf-8"
         print(f"--- sample\n{text.encode(terminal, 'replace').decode(terminal)}\n---", flush=True)
     except (ValueError, KeyError) as e:
         print(f"no sample: {e}")
@@ -325,8 +324,7 @@ def seconds(update, batches, lr, wait, updates=10):
     """Median time of an update, after a round to warm up, where several run before anything is waited for: what the device can do."""
     return np.median(timeit.repeat(lambda: ([update(batches, lr) for _ in range(updates)], wait()), wait, repeat=6, number=1)[1:]) / updates
 
-def print_bench(rows):
-    """rows of (name, tokens/s, MFU or nan, MB or nan)"""
+def print_bench(rows):                                      # of (name, tokens/s, MFU or nan, MiB or nan)
     print(f"\n{'run':<14}{'tokens/s':>11}{'ratio':>8}{'MFU':>8}{'peak MiB':>9}{'ratio':>8}")
     for name, speed, mfu, memory in rows:
         print(f"{name:<14}{speed:>11,.0f}{speed / rows[0][1]:>8.3f}{mfu:>8.3f}{memory:>9,.0f}{memory / rows[0][3]:>8.3f}")
@@ -370,8 +368,7 @@ def train(args, config, meta, ckpt, device, dtype):
               f"{data['train'].windows * config.block_size / per_step:,.1f} an epoch{'' if args.bench else ' -> ' + args.out}", flush=True)
     if rank == 0 and not args.bench:
         os.makedirs(args.out, exist_ok=True)
-        kept = [r for r in read_log(args.out) if r["iter"] < step] if step else []          # back to the checkpoint's step
-        write_atomic(log_path, "".join(json.dumps(r) + "\n" for r in kept))
+        write_atomic(log_path, "".join(json.dumps(r) + "\n" for r in read_log(args.out) if r["iter"] < step) if step else "")
         git = shutil.which("git") and ["git", "-C", os.path.dirname(__file__), *"describe --always --dirty --abbrev=40 --exclude=*".split()]
         write_atomic(os.path.join(args.out, "config.json"), json.dumps(dict(
             name=args.name, parameters=model.num_params(), model=asdict(config), args=vars(args), data=meta, processes=size, device=name,
@@ -423,9 +420,9 @@ def train(args, config, meta, ckpt, device, dtype):
                 mfu = f"{record['mfu']:.1%}" if peak else "n/a"
                 print(f"step {step:,}/{last:,}  loss {loss:.4f}{val_loss}  lr {lr:.1e}  grad norm {grad_norm:.2f}  {per_step / dt:,.0f} "
                       f"tokens/s  MFU {mfu}  {(shown - start) / (step - first) * (last - step):,.0f} s left", flush=True)
-    if sum_over_ranks(torch.tensor(float(len(got)), device=device)).item():        # any rank's signal: torchrun ends all when one leaves
-        print(f"stopped by a signal, saved at step {step:,}; --resume, without --overwrite, continues", flush=True) if rank == 0 else None
-        sys.exit(128 + (got or [signal.SIGTERM])[0])
+        if sum_over_ranks(torch.tensor(float(len(got)), device=device)).item():       # any rank's: torchrun ends all as one leaves
+            print(f"stopped by a signal, saved at step {step:,}; --resume, without --overwrite, goes on", flush=True) if not rank else None
+            sys.exit(128 + (got or [signal.SIGTERM])[0])
     if rank == 0 and first < step == args.max_iters:
         finish(args, meta, model, device, record.get("val_loss"))
 
@@ -512,7 +509,7 @@ def settings(args, spec, out):
         low = 1 if name in ("batch_size", "grad_accum", "eval_iters") else 0            # GPTConfig has seen to the model's own
         if value == "" or isinstance(value, (int, float)) and not low <= value < 2**63:
             raise ValueError(f"--{name} is {value!r}, expected {f'a number from {low}' if value != '' else 'a name'}")
-    if args.grad_accum % world()[1]:
+    if args.grad_accum % world()[1] and not args.eval_only:
         raise ValueError(f"--grad_accum {args.grad_accum} is not a multiple of the {world()[1]} processes")
     if args.ema >= 1 or args.min_lr is not None and args.min_lr > args.lr:
         raise ValueError(f"--ema {args.ema} must be below 1, and --min_lr {args.min_lr} not above --lr {args.lr}")
@@ -581,7 +578,10 @@ def main(argv=None):
             prepare_data.main(["--out", args.data, "--val_frac", "0.05"])
         dist.barrier() if size > 1 else None
         runs = [settings(*z) for z in zip(flags, args.mode.split(","), outs)]
-        dist.barrier() if size > 1 else None                # all accept before anything is lost
+        seen = [[{**m, **vars(a), **asdict(c), "mode": args.mode, "step": k and k["step"]} for a, c, m, k in runs]] * size
+        dist.all_gather_object(seen, seen[0]) if size > 1 else None         # all accept, and agree, before anything is lost
+        if odd := {f"{k} {x[k]} and {y[k]}" for them in seen for x, y in zip(seen[0], them) for k in x if x[k] != y[k]}:
+            raise ValueError(f"the processes are to do the same, but have {', '.join(sorted(odd))}")
         for out in outs if args.overwrite and not (args.bench or args.eval_only) and rank == 0 else ():
             Path(out, "ckpt.pt").unlink(missing_ok=True)    # of all modes: --resume must not find an old run
         dtype = getattr(torch, args.dtype if args.dtype != "auto" else "bfloat16" if cuda else args.param_dtype)
