@@ -518,7 +518,7 @@ class History:
         self.site_read = dict(rows, TT=max(1, rows["TT"] // 2))
         self.gather = dict(rows, maxnreg=168 if rows["TT"] > 1 else 128)
         C = min(128, max(16, P2))
-        self.score = dict(base, C=min(C, 128 if DH >= 512 else 64), TT=64, F32=F32, num_warps=4)
+        self.score = dict(base, C=min(C, 128 if DH >= 512 and not F32 else 64), TT=64, F32=F32, num_warps=4)
         self.query = dict(base, C=min(C, 64), TT=64 if F32 or D % 8 else 128, F32=F32, num_warps=2)       # by registers
         self.block_read = dict(base, C=C, F32=F32, num_warps=1)
         C = min(C, 32 if 0 < DH % 64 <= 32 else 64 if 0 < DH % 128 <= 64 else 128)         # 160 = 5 x 32
