@@ -32,10 +32,11 @@ that backward, and a read and write of an fp32 gradient for each. Two facts save
                score       at a block's first site: of the block before, with the w of all later sites
                block read  at a block's first site: the K sites' mixes of the older sources, by online softmax
                site read   that share, plus the sources that arrived inside the block; V[n] = s_n
-    backward   pull        at a block's last site: the gradients of its K sources from the sites of later blocks, written once, in fp32
-    (sites     gather      site k: D_h = do_h . out_h instead of the sum (flash-attention's trick), then the whole gradient of the
-    last to                source that arrived there: from the block's sites k.. and what was pulled
-    first)     query       at a block's first site: dw of its own and of all later sites, from its K sources
+    backward   score       at a block's last site: its sources' products for later blocks again, which are not kept through the loss
+    (sites     pull        there: the gradients of the block's K sources from the sites of later blocks, written once, in fp32
+    last to    gather      site k: D_h = do_h . out_h instead of the sum (flash-attention's trick), then the whole gradient of the
+    first)                 source that arrived there: from the block's sites k.. and what was pulled
+               query       at a block's first site: dw of its own and of all later sites, from its K sources
 
 The S^2/2 row reads of a forward become S^2/2K between blocks and S K/2 inside them; `moved` counts the bytes of both directions.
 Rounding in bf16: w is split in two bf16 parts where it scores; D_h comes from the rounded read.
@@ -510,7 +511,7 @@ class History:
         last = S - K * (blocks - 1)                          # sites of the last block
         self.v, self.r, self.z = new(S, BT, D, dtype=s.dtype), new(S, BT), new(K * blocks * (blocks - 1) // 2, H, BT, K)
         self.y = new((blocks - 1) * K * (K + 1) // 2 + last * (last + 1) // 2, BT, H)
-        self.stat = new(blocks * K + 1, BT, 3, H)            # of a site: m, max of its scores; 1 / sum of exp(x - m); in backward D_h
+        self.stat = new(S + 1, BT, 3, H)                     # of a site: m, max of its scores; 1 / sum of exp(x - m); in backward D_h
         self.part, self.m0, self.l0 = new(K, BT, D, dtype=s.dtype), new(K, BT, H), new(K, BT, H)
         self.begun, self.top = False, None                   # backward; the last site whose gradient arrived
         DH, self.dtype = D // H, s.dtype
@@ -528,21 +529,25 @@ class History:
         self.pull = dict(base, C=C, CHUNKS=chunks, SHARES=shares, F32=F32, num_stages=1 if F32 else 3 if shares > 1 else 2,
                          num_warps=min(8 if F32 else 4, max(1, triton.next_power_of_2(chunks * C) // (32 if F32 else 128))))
 
+    def score_later(self, block, top):
+        """Z, of the block's sources, for the sites of later blocks up to site top."""
+        grid = (triton.cdiv(self.BT, self.score["TT"]) * self.H, K, top // K - block)
+        score_kernel[grid](self.v, self.z, self.w, self.low, self.BT, block * K, top, OWN=False, **self.score)
+
     def read(self, s, i):
         """Appends source i and returns the read of site i, [BT, D]."""
-        BT, H, block, k, out = self.BT, self.H, i // K, i % K, torch.empty_like(s)
-        tiles, state = triton.cdiv(BT, self.score["TT"]) * H, (self.w, self.low, BT)
-        score_kernel[tiles,](s, self.y, *state, i, self.S - 1, OWN=True, **self.score)
+        BT, H, block, k, top, out = self.BT, self.H, i // K, i % K, self.S - 1, torch.empty_like(s)
+        tiles = triton.cdiv(BT, self.score["TT"]) * H
+        score_kernel[tiles,](s, self.y, self.w, self.low, BT, i, top, OWN=True, **self.score)
         if k == 0 and block:
-            grid = (tiles, K, triton.cdiv(self.S, K) - block)
-            score_kernel[grid](self.v, self.z, *state, i - K, self.S - 1, OWN=False, **self.score)
+            self.score_later(block - 1, top)
             grid = (BT * H, triton.cdiv(self.D // H, self.block_read["C"]))
             block_read_kernel[grid](self.v, self.r, self.z, self.part, self.m0, self.l0, BT, block, min(K, self.S - i), **self.block_read)
         grid = (triton.cdiv(BT, self.site_read["TT"]),)
         site_read_kernel[grid](s, self.v, self.r, self.y, self.part[k], self.m0[k], self.l0[k], out, self.stat[i], BT, block, k, self.eps,
                                **self.site_read)
-        if i == self.S - 1:
-            self.part = self.m0 = self.l0 = None             # freed before the loss needs the most memory
+        if i == top:
+            self.part = self.m0 = self.l0 = self.z = None    # freed before the loss needs the most memory
         return out
 
     def read_backward(self, do, out, i, done):
@@ -554,9 +559,11 @@ class History:
             self.acc, self.c = (new(K if block else 0, BT, n) for n in (D, H))
             self.do = new(i + 2, BT, D, dtype=self.dtype)    # gather reads one ahead
             self.dx, self.dw = new((block + 1) * K, H, BT, K, dtype=self.w.dtype), torch.zeros_like(self.w, dtype=torch.float32)
+            self.z = new(K * block * (block + 1) // 2, H, BT, K)
         last, blocks, ds = min(self.top - block * K, K - 1), self.top // K - block + 1, torch.empty_like(out)  # blocks: this one and later
         state = (self.dx, self.w, self.do, self.stat, self.acc, self.c)
         if k == last and blocks > 1:
+            self.score_later(block, self.top)
             pull_kernel[BT * H * self.pull["SHARES"],](self.v, self.r, self.z, *state, BT, block, self.top, **self.pull)
         grid = (triton.cdiv(BT, self.gather["TT"]),)
         gather_kernel[grid](do, out, self.v, self.r, self.y, *state, ds, BT, block, k, last + 1, PULLED=blocks > 1, **self.gather)
@@ -737,11 +744,11 @@ def moved(S, BT, D, H):
     for i in range(S):
         b, k = i // K, i % K
         later = min(S - 1 - b * K, K - 1) - k
-        rows += 1 + (b < top) + (k + 3 + (b > 0)) + (later + 5 + 2 * (b < top))          # score; site read; gather, fp32 sums
+        rows += 1 + 2 * (b < top) + (k + 3 + (b > 0)) + (later + 5 + 2 * (b < top))      # score; site read; gather, fp32 sums
         y, z = y + k + 1, z + K * (top - b)
         if k == 0:                                          # block read; pull, which writes fp32 sums; query
             rows += (b * K + min(K, S - i)) * (b > 0) + (3 * K + S - (b + 1) * K) * (b < top) + min(K, S - i)
-    return rows * row + BT * H * (12 * (y + z) + 4 * (S * K + z))     # a score is written and read twice, fp32; its dx once, bf16
+    return rows * row + BT * H * (12 * y + 16 * z + 4 * (S * K + z))  # fp32: Y written once, Z twice, both read twice; dx in bf16
 
 def milliseconds(f, captured=True, repeats=10):
     """Median time of f on the GPU, replayed as a CUDA graph or called, and the memory it adds at its peak, in bytes."""

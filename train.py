@@ -265,14 +265,14 @@ def captured(forward_backward, model, batch, alone):
             forward_backward(x, y)
     torch.cuda.current_stream().wait_stream(side)
     model.zero_grad(set_to_none=alone)
+    torch._C._cuda_clearCublasWorkspaces()                  # 32 MiB a thread and stream: the side stream's, and those of a run before
     torch.cuda.empty_cache()                                # the graph has its own memory
     torch.cuda.reset_peak_memory_stats()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):        # other threads may belong to NCCL
         loss = forward_backward(x, y)
     def replay(*batch):
-        x.copy_(batch[0])
-        y.copy_(batch[1])
+        torch._foreach_copy_([x, y], batch)
         graph.replay()
         return loss
     return replay, torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
