@@ -24,7 +24,7 @@ taken per program and then added up in a fixed order: no atomics, two runs are b
 All S reads of a forward, by the blocked router. Site by site, read i takes all its i+1 sources from memory: S^2/2 rows forward, twice
 that backward, and a read and write of an fp32 gradient for each. Two facts save most of it:
 
-    queries are parameters   the scores of a source at all later sites are matrix products, made once a direction and for many tokens together
+    queries are parameters   the scores of a source at all later sites are matrix products, made once a direction, many tokens together
     sites come in blocks     K = 16 of them share one read of the sources before their block; likewise in backward K sources
                              share one read of the do of all later sites, and their gradients add up on chip
 
