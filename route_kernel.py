@@ -509,7 +509,7 @@ class History:
         self.w = w if F32 else w.to(s.dtype)
         self.low = w if F32 else (w - self.w).to(s.dtype)
         last = S - K * (blocks - 1)                          # sites of the last block
-        self.v, self.r, self.z = new(S, BT, D, dtype=s.dtype), new(S, BT), new(K * blocks * (blocks - 1) // 2, H, BT, K)
+        self.v, self.r, self.z = new(S, BT, D, dtype=s.dtype), new(S, BT), None
         self.y = new((blocks - 1) * K * (K + 1) // 2 + last * (last + 1) // 2, BT, H)
         self.stat = new(S + 1, BT, 3, H)                     # of a site: m, max of its scores; 1 / sum of exp(x - m); in backward D_h
         self.part, self.m0, self.l0 = new(K, BT, D, dtype=s.dtype), new(K, BT, H), new(K, BT, H)
@@ -530,7 +530,9 @@ class History:
                          num_warps=min(8 if F32 else 4, max(1, triton.next_power_of_2(chunks * C) // (32 if F32 else 128))))
 
     def score_later(self, block, top):
-        """Z, of the block's sources, for the sites of later blocks up to site top."""
+        """Z, of the block's sources, for the sites of later blocks up to site top. Made anew in backward: not kept through the loss."""
+        if self.z is None:
+            self.z = torch.empty(K * (top // K) * (top // K + 1) // 2, self.H, self.BT, K, device=self.v.device, dtype=torch.float32)
         grid = (triton.cdiv(self.BT, self.score["TT"]) * self.H, K, top // K - block)
         score_kernel[grid](self.v, self.z, self.w, self.low, self.BT, block * K, top, OWN=False, **self.score)
 
@@ -559,7 +561,6 @@ class History:
             self.acc, self.c = (new(K if block else 0, BT, n) for n in (D, H))
             self.do = new(i + 2, BT, D, dtype=self.dtype)    # gather reads one ahead
             self.dx, self.dw = new((block + 1) * K, H, BT, K, dtype=self.w.dtype), torch.zeros_like(self.w, dtype=torch.float32)
-            self.z = new(K * block * (block + 1) // 2, H, BT, K)
         last, blocks, ds = min(self.top - block * K, K - 1), self.top // K - block + 1, torch.empty_like(out)  # blocks: this one and later
         state = (self.dx, self.w, self.do, self.stat, self.acc, self.c)
         if k == last and blocks > 1:

@@ -272,7 +272,8 @@ def captured(forward_backward, model, batch, alone):
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):        # other threads may belong to NCCL
         loss = forward_backward(x, y)
     def replay(*batch):
-        torch._foreach_copy_([x, y], batch)
+        x.copy_(batch[0])
+        y.copy_(batch[1])
         graph.replay()
         return loss
     return replay, torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
@@ -484,7 +485,7 @@ def settings(args, spec, out):
     mode, colon, heads = spec.partition(":")
     if colon and not (mode in ("mhar", "delta") and re.fullmatch("[1-9][0-9]*", heads)):
         raise ValueError(f"--mode {spec}: only mhar and delta take a number of heads, as mhar:4")
-    heads = {"route_heads": int(heads)} if heads else {}
+    named = {"mode": mode, **({"route_heads": int(heads)} if heads else {})}
     args = argparse.Namespace(**{**RECIPES["init_from" if args.init_from else args.scale], **vars(args), "mode": spec, "out": out})
     meta = prepare_data.read_meta(args.data)
     ckpt = None if args.overwrite else load_checkpoint(out)
@@ -500,10 +501,9 @@ def settings(args, spec, out):
         if mode != given["mode"] and (given["mode"], mode) != ("baseline", "delta"):
             raise ValueError(f"--mode {mode} is another function than {given['mode']}, --init_from's; give its mode, or a baseline's delta")
         free = ["block_size", "kernel", "grad_checkpoint", *["route_heads", "delta_blocks"] * (given["mode"] == "baseline")]
-        if wrong := [f"--{k} {v}" for k, v in {**vars(args), **heads}.items() if k in given and k not in ("mode", *free) and v != given[k]]:
+        if wrong := [f"--{k} {v}" for k, v in {**vars(args), **named}.items() if k in given and k not in ("mode", *free) and v != given[k]]:
             raise ValueError(f"{', '.join(wrong)}: the model of --init_from is another; only {', '.join(free)} can be set")
-    given = {**given, **{f.name: getattr(args, f.name) for f in fields(GPTConfig) if hasattr(args, f.name)}, "mode": mode}
-    config = GPTConfig(**{**given, **heads})
+    config = GPTConfig(**{**given, **{f.name: getattr(args, f.name) for f in fields(GPTConfig) if hasattr(args, f.name)}, **named})
     args.name = mode + (f":{config.route_heads}" if mode in ("mhar", "delta") else "")
     for name, value in vars(args).items():
         low = 1 if name in ("batch_size", "grad_accum", "eval_iters") else 0            # GPTConfig has seen to the model's own
