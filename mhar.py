@@ -22,6 +22,7 @@ is read: site i before sublayer i, site 2L before the last norm. Sections are th
 """
 import json
 import tempfile
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -137,14 +138,16 @@ def route_ref(sources, q, g, H, eps=1e-6):
 def fused_kernels(kernel, device, dtype):
     """
     The one place where the router is chosen: route_kernel for fused reads, None for route_ref. `auto` is fused on a CUDA device that can,
-    else eager; `fused` raises ValueError where it cannot run (it takes a CUDA device, or TRITON_INTERPRET=1).
+    else eager, which it warns of; `fused` raises ValueError where it cannot run (it takes a CUDA device, or TRITON_INTERPRET=1).
     """
     missing = "Triton cannot be imported" if route_kernel is None else route_kernel.unsupported(device, dtype)
     if kernel == "fused" and missing:
         raise ValueError(f"kernel is 'fused', but {missing}; auto or eager runs here")
+    if kernel == "auto" and missing and device.type == "cuda" and not torch.compiler.is_compiling():
+        warnings.warn(f"the depth reads are eager, which is slow: {missing}", stacklevel=2)            # shown once
     return None if missing or kernel == "eager" or kernel == "auto" and device.type != "cuda" else route_kernel
 
-# ---------------------------------------------------------------- the five residual streams
+# ---------------------------------------------------------------- the residual streams
 # each module holds the parameters of its mode; `stream()` starts the state of one forward
 
 class Additive(nn.Module):
@@ -405,11 +408,11 @@ class GPT(nn.Module):
         if pos0 + idx.size(1) > c.block_size:
             raise ValueError(f"{pos0 + idx.size(1)} tokens are more than block_size {c.block_size}")
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
-        kernels = None if route else fused_kernels(c.kernel, idx.device, dtype)
+        kernels = None if route or c.mode in ("baseline", "hyper") else fused_kernels(c.kernel, idx.device, dtype)
         recompute = c.grad_checkpoint and torch.is_grad_enabled()
         run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if recompute else (lambda f, *args: f(*args))
         rope = self.rope(torch.arange(pos0, pos0 + idx.size(1), device=idx.device))
-        if kernels and type(self.residual) is DepthRouting and not recompute:      # a subclass may read otherwise; no read is made again
+        if kernels and type(self.residual) is DepthRouting and not recompute:      # a subclass may read otherwise; recomputation, one by one
             stream = kernels.blocked_router(self.residual.q, self.residual.g, self.residual.H, c.norm_eps)
         else:
             read = route or (kernels.route if kernels else route_ref)

@@ -2,12 +2,12 @@
 The depth read of mhar.py as fused Triton kernels, forward and backward: route(sources, q, g, H, eps), one read by itself, and
 blocked_router(q, g, H, eps), all reads of a forward. (Sections are those of the MHAR paper.)
 
-What it costs. One read over N sources of R = B T D numbers each (bytes in bf16; the flops are a percent of a model's):
+What it costs. One read over N sources of R = B T D numbers each, in bytes of memory traffic for bf16 (the flops are a percent of a model's):
 
     written with PyTorch (route_ref)                                        this file
-    stack, upcast           2 + 4 bytes per number of N R written, read     forward: N R read once, R written
-    k = RMSNorm(s) g        4 N R read, 4 N R written                       backward: N R read twice (the second time mostly
-    logits = q . k          4 N R read                                      from L2) and R, N R written
+    stack, upcast           2 N R + 4 N R, both written and read            forward: 2 N R read once, 2 R written
+    k = RMSNorm(s) g        4 N R read, 4 N R written                       backward: 2 N R read twice (the second time mostly
+    logits = q . k          4 N R read                                      from L2) and 2 R, 2 N R written
     read = sum a s          4 N R read, 4 N R written, read                 beside them N B T H logits in fp32
     and about twice that in backward
 
@@ -19,12 +19,13 @@ s_n^2 + eps) and x_nh = r_n w_h . s_n[h] the logits, a = softmax_n(x), the backw
     ds_n  = a_n do + r_n dx_n w - s_n (r_n^2 / D) sum_h dx_nh x_nh       dw_h  = sum_{t,n} r_n dx_nh s_n[h]
 
 and d(q), d(g) follow from w = q g. With one source D = P, so dx, dq and dg are exactly zero and ds = do. Sums over tokens are
-taken per program and then added up in a fixed order: no atomics, two runs are bitwise equal. All arithmetic is fp32.
+taken per program and then added up in a fixed order: no atomics, two runs are bitwise equal. All of this arithmetic is fp32.
 
 All S reads of a forward, by the blocked router. Site by site, read i takes all its i+1 sources from memory: S^2/2 rows forward, twice
 that backward, and a read and write of an fp32 gradient for each. Two facts save most of it:
 
-    queries are parameters   the scores of a source at all later sites are matrix products, made once a direction, many tokens together
+    queries are parameters   the scores of a source at all later sites are matrix products of many tokens, made once (for the sites of
+                             later blocks once more in backward)
     sites come in blocks     K = 16 of them share one read of the sources before their block; likewise in backward K sources
                              share one read of the do of all later sites, and their gradients add up on chip
 
@@ -39,7 +40,8 @@ that backward, and a read and write of an fp32 gradient for each. Two facts save
                query       at a block's first site: dw of its own and of all later sites, from its K sources
 
 The S^2/2 row reads of a forward become S^2/2K between blocks and S K/2 inside them; `moved` counts the bytes of both directions.
-Rounding in bf16: w is split in two bf16 parts where it scores; D_h comes from the rounded read.
+Rounding in bf16: w is split in two bf16 parts where it scores, and its first part alone serves the gradients of sources; the softmax
+weights in products (block read, pull), a block read's share and dx r are rounded; D_h comes from the rounded read.
 """
 import contextlib
 import functools
@@ -276,7 +278,7 @@ def dot(a, b, F32: tl.constexpr, HALF: tl.constexpr):
 
 # Scores before the norm, w_h . s_n[h], as their readers want them, one block behind the other: of the block's own sources
 # Y [site, source up to it, BT, H]; of its old sources Z [source, H, BT, K]. In backward dx r of one block's sources, as Z: at its own
-# sites and, behind them, at those of the j-th block after it.
+# sites (j = 0), then at those of the j-th block after it.
 @triton.jit
 def own(p_y, block, site, n, BT, H: tl.constexpr, K: tl.constexpr):
     return p_y + (block * (K * (K + 1) // 2) + site * (site + 1) // 2 + n).to(tl.int64) * BT * H
@@ -604,7 +606,7 @@ class BlockedRead(torch.autograd.Function):
                                "kernel='eager', or mhar.route_ref")
         with on(out.device):
             do = torch.zeros_like(out) if do is None else do.contiguous()
-            chained = ctx.needs_input_grad[1]                # by its token to an earlier site, not frozen
+            chained = ctx.needs_input_grad[1]                # to an earlier site, whose backward follows
             ds, dw = history.read_backward(do, out, ctx.i, not chained)
         return ds, out.new_empty(0) if chained else None, dw, None, None
 
@@ -795,7 +797,7 @@ def cost(scales, only):
     copy = 2**33 / milliseconds(lambda: x[0].copy_(x[1]), captured=False)[0] / 1e9
     matmul = 2 * 8192**3 / milliseconds(lambda: m @ m)[0] / 1e9
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}; copy {copy:.2f} TB/s, bf16 matmul "
-          f"{matmul:.0f} TFLOP/s\n{'scale':6}{'H':>3}  {'reads':34}{'ms':>8}{'peak GB':>9}{'GB moved':>10}{'TB/s':>7}", flush=True)
+          f"{matmul:.0f} TFLOP/s\n{'scale':6}{'H':>3}  {'reads':34}{'ms':>8}{'peak GiB':>9}{'GB moved':>10}{'TB/s':>7}", flush=True)
     for scale in scales:
         S, T, D = SIZES[scale]
         for H in (8, 1, 4, 16):

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -524,6 +525,12 @@ def test_kernel_choice(monkeypatch):
     monkeypatch.setattr(mhar, "route_kernel", None)
     with pytest.raises(ValueError, match="Triton.*eager"):
         GPT(tiny("mhar", kernel="fused"))(batch()[0])
+    with pytest.warns(UserWarning, match="eager, which is slow: Triton cannot be imported"):
+        assert fused_kernels("auto", torch.device("cuda"), fp32) is None
+    with warnings.catch_warnings():                         # nothing was to be fused
+        warnings.simplefilter("error")
+        fused_kernels("auto", cpu, fp32), fused_kernels("eager", torch.device("cuda"), fp32)
+        GPT(tiny("baseline", kernel="fused"))(batch()[0])
 
 # ---------------------------------------------------------------- pretrained checkpoints
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
@@ -1232,9 +1239,16 @@ def test_several_modes_share_their_settings_and_end_with_the_paired_table(data, 
     train.main(flags)                                       # finished: nothing but the table again
     assert [z for z in capsys.readouterr().out.splitlines() if z.startswith("mhar:4  ")] == [z for z in out.splitlines() if z.startswith("mhar:4  ")]
     assert "subfolders" in refused(capsys, train.main, ["--data", data, "--out", str(tmp_path), "--resume"])     # --mode forgotten
-    del a["args"]["seed"]                                   # whether it is paired cannot be told, then
+    table = ["--table", *(str(tmp_path / z) for z in ("mhar-4", "baseline"))]
+    for group, key, value, what in (("args", "seed", None, "seed"), ("args", "eval_iters", 3, "eval_iters"), ("args", "grad_clip", 0.5, "grad_clip"),
+            ("args", "dtype", "bfloat16", "dtype"), ("args", "grad_accum", 7, "batch_size x grad_accum"), ("model", "block_size", 8, "block_size"),
+            ("data", "train", {"sha256": "0"}, "data")):    # one difference
+        (tmp_path / "baseline" / "config.json").write_text(json.dumps({**a, group: {**a[group], key: value}}))
+        train.main(table)
+        assert capsys.readouterr().out.splitlines()[-1] == f"not paired: these runs differ in {what}"
+    del a["args"]["max_iters"]
     (tmp_path / "baseline" / "config.json").write_text(json.dumps(a))
-    assert "baseline is no folder of a run" in refused(capsys, train.main, ["--table", str(tmp_path / "baseline")])
+    assert "baseline is no folder of a run" in refused(capsys, train.main, table)
 
 def test_several_modes_keep_their_own_settings_and_no_old_run(data, tmp_path, capsys, monkeypatch):
     for lr, mode in ((1e-3, "baseline"), (5e-3, "mhar:4")):

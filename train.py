@@ -158,7 +158,8 @@ def pretrained(path, device="cpu"):
 def print_table(outs):
     """The paired table from logs. val loss: mean of the evaluations at steps >= 0.75 max_iters; delta: against the first row."""
     print(f"\n{'run':<14}{'val loss':>10}{'delta':>9}{'tokens/s':>11}{'peak MiB':>9}{'parameters':>13}{'steps':>8}  folder")
-    base, pairs, same = None, set(), "seed max_iters lr min_lr warmup_iters route_lr weight_decay decay".split()
+    runs, free = [], {*NOT_KEPT, *"mode name scale route_heads delta_blocks hc_streams kernel grad_checkpoint".split(),
+                      *"batch_size grad_accum ema ckpt_interval val_loss".split()}              # in what paired runs may differ
     for out in outs:
         try:
             config, log = json.loads(Path(out, "config.json").read_text()), read_log(out)
@@ -166,13 +167,13 @@ def print_table(outs):
             loss = np.mean([r["val_loss"] for r in log if "val_loss" in r and r["iter"] + 1 >= 0.75 * args["max_iters"]] or [math.nan])
             speed = np.median([r["tokens_per_s"] for r in log[len(log) // 10:]] or [math.nan])      # past compilation
             memory, steps = max([r["memory_mb"] or 0 for r in log] or [0]), log[-1]["iter"] + 1 if log else 0
-            pairs.add((config["data"]["train"]["sha256"], args["batch_size"] * args["grad_accum"], *(args[k] for k in same)))
+            runs.append({**args, **config["model"], "data": config["data"]["train"]["sha256"], "val_loss": loss,
+                         "batch_size x grad_accum": args["batch_size"] * args["grad_accum"]})
         except (OSError, KeyError, TypeError, ValueError) as e:
             raise ValueError(f"--table: {out} is no folder of a run ({type(e).__name__}: {e})") from e
-        base = loss if base is None else base
-        print(f"{config['name']:<14}{loss:>10.4f}{loss - base:>+9.4f}{speed:>11,.0f}{f'{memory:,.0f}' if memory else 'n/a':>9}"
-              f"{config['parameters']:>13,}{steps:>8,}  {out}")
-    odd = [k for k, v in zip(["data", "batch_size x grad_accum", *same], zip(*pairs)) if len({*v}) > 1]
+        print(f"{config['name']:<14}{loss:>10.4f}{loss - runs[0]['val_loss']:>+9.4f}{speed:>11,.0f}"
+              f"{f'{memory:,.0f}' if memory else 'n/a':>9}{config['parameters']:>13,}{steps:>8,}  {out}")
+    odd = [k for k in dict.fromkeys(k for run in runs for k in run) if k not in free and any(run.get(k) != runs[0].get(k) for run in runs)]
     print("not paired: these runs differ in " + ", ".join(odd)) if odd else None
 
 # ---------------------------------------------------------------- evaluation
@@ -182,7 +183,7 @@ def evaluate(model, data, sequences, device, autocast):
     (rank, size), n, total, count = world(), min(sequences, data.windows), 0.0, 0
     windows = np.linspace(0, data.windows - 1, n).astype(np.int64)
     model.eval()
-    for i in range(0, n, size * data.batch):                # whole batches, as many on every rank: shards need the one, compilers the other
+    for i in range(0, n, size * data.batch):                # whole batches for the compiler, as many on every rank for shards
         mine = windows[i + rank * data.batch:][:data.batch]
         x, y = data.take(np.resize(mine, data.batch))
         y[len(mine):] = -100                                # what cross-entropy leaves out
@@ -210,8 +211,7 @@ def finish(args, meta, model, device, loss):
     """The last words of a run: what its validation loss means (None: never evaluated), and 200 sampled tokens."""
     if loss is not None:
         bits = loss * meta["val"]["tokens"] / meta["val"]["bytes"] / math.log(2)
-        print(f"{args.name}: validation loss {loss:.4f} nats a token, {bits:.3f} bits a byte; predicting each token by its frequency "
-              f"alone gives {meta['unigram_entropy']:.2f} nats")
+        print(f"{args.name}: validation loss {loss:.4f} nats a token, {bits:.3f} bits a byte (unigrams: {meta['unigram_entropy']:.2f})")
     try:
         enc = prepare_data.read_encoding(args.data)
         rng = torch.Generator(device).manual_seed(args.seed)
@@ -588,7 +588,7 @@ def main(argv=None):
         for args, config, *_ in runs:
             args.compile = cuda if args.compile is None else args.compile
             args.cuda_graph = cuda and not args.fsdp if args.cuda_graph is None else args.cuda_graph
-            args.fused = fused_kernels(config.kernel, device, dtype) is not None and config.mode not in ("baseline", "hyper")
+            args.fused = config.mode not in ("baseline", "hyper") and fused_kernels(config.kernel, device, dtype) is not None
         results = [train(*run, device, dtype) for run in runs]
         if rank == 0 and (several and not args.eval_only or args.bench):
             print_bench(results) if args.bench else print_table(outs)
