@@ -2,7 +2,7 @@
 The depth read of mhar.py as fused Triton kernels, forward and backward: route(sources, q, g, H, eps), one read by itself, and
 blocked_router(q, g, H, eps), all reads of a forward. (Sections are those of the MHAR paper.)
 
-What it costs. One read over N sources of R = B T D numbers each, in bytes of memory traffic for bf16 (the flops are a percent of a model's):
+What it costs. One read over N sources of R = B T D numbers each, in bytes of traffic in bf16 (the flops are a percent of a model's):
 
     written with PyTorch (route_ref)                                        this file
     stack, upcast           2 N R + 4 N R, both written and read            forward: 2 N R read once, 2 R written

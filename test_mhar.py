@@ -1665,6 +1665,8 @@ def test_readme_commands_and_changes(tmp_path, monkeypatch, capsys):
     assert len(done) >= 7 and ["python", "-m", "pytest", "-q"] == commands[1][-4:]
     train.main("--max_iters 2 --eval_interval 1 --eval_iters 1".split())         # the main command on a machine without data
     assert "--- sample" in capsys.readouterr().out and os.listdir("data/stdlib")
+    exec(re.search(r"```python\n(import prepare_data.*?)```", readme, re.S).group(1), {})      # text from it
+    assert capsys.readouterr().out.startswith("def read(")
     source, x = open(os.path.join(HERE, "mhar.py")).read(), batch()[0]
     assert "Train a changed read with `--kernel eager`" in readme                # the kernels would ignore it
     for old, new in ((".sum(-1).softmax(0)", ".sum(-1).div(0.5).softmax(0)"), ("return route(sources, q[i]", "return route(sources[-8:], q[i]"),
