@@ -49,7 +49,6 @@ import functools
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
 INTS = ["BT", "N", "n", "flat", "block", "k", "k_end", "top"]    # one compiled kernel whatever their values
 
@@ -194,6 +193,16 @@ def together(sources):
     unused = triton.next_power_of_2(len(sources)) - len(sources)     # of few lengths, as each compiles anew
     return (*sources, *sources[:1] * unused), sum(f << n for n, f in enumerate(flat))
 
+def once(backward):
+    """Refuses create_graph=True. PyTorch's once_differentiable does not where the incoming gradient is a constant, as that of a sum."""
+    @functools.wraps(backward)
+    def checked(ctx, *grads):
+        if torch.is_grad_enabled():
+            raise RuntimeError("the fused reads are once differentiable, and this backward was asked for a graph of its own "
+                               "(create_graph=True); kernel='eager', or mhar.route_ref, has one")
+        return backward(ctx, *grads)
+    return checked
+
 class Route(torch.autograd.Function):
     """w [D] fp32 and the sources, N of [B, T, D] or one [N, B, T, D] -> read [B, T, D]."""
 
@@ -211,7 +220,7 @@ class Route(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, do):
         w, x, m, *sources = ctx.saved_tensors
         (N, BT, _), k = x.shape, tiling(len(w), ctx.H, 512)
@@ -596,7 +605,7 @@ class BlockedRead(torch.autograd.Function):
         return out, s.new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, do, token):
         history = ctx.history
         history.begun = True                                 # no read after this, also when the pass is over

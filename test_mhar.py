@@ -472,9 +472,10 @@ def test_route_edges():
         v.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         out.sum().backward()
-    out = route_kernel.route(v, q, g, 4)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        torch.autograd.grad(out.square().sum(), v, create_graph=True)[0].square().sum().backward()
+    for out in (route_kernel.route(v, q, g, 4), route_kernel.blocked_router(q[None], g[None], 4)(v[0])):
+        for loss in (out.square().sum(), out.sum()):        # of a sum the incoming gradient is a constant
+            with pytest.raises(RuntimeError, match="once differentiable"):
+                torch.autograd.grad(loss, v, create_graph=True)
     Q, G = (torch.randn(3, 8, device=DEVICE, requires_grad=True) for _ in range(2))
     x = torch.randn(1, 2, 8, device=DEVICE)
     for H, sources, words in ((3, [], "H = 3"), (2, [x, x[..., :7]], "source 1 of 3 is .1, 2, 7."), (2, [x, x.repeat(1, 2, 1)], "1, 4, 8.*1, 2, 8"),
