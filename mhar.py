@@ -73,8 +73,7 @@ class GPTConfig:
         for name, accepted in (("mode", MODES), ("kernel", ("auto", "fused", "eager"))):
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {accepted}")
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "d_ff", "route_heads",
-                     "delta_blocks", "hc_streams"):
+        for name in "vocab_size block_size n_layer n_head n_kv_head n_embd d_ff route_heads delta_blocks hc_streams".split():
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected a positive integer")
         for name in ("norm_eps", "rope_theta"):
@@ -425,6 +424,8 @@ class GPT(nn.Module):
 
     def head(self, h, targets=None):
         """h [B, T, D], targets int64 [B, T] -> logits [B, T, vocab_size], mean cross-entropy in nats (None without targets)."""
+        if targets is not None and targets.shape != h.shape[:2]:
+            raise ValueError(f"targets are {tuple(targets.shape)}, expected one for each token, {tuple(h.shape[:2])}")
         logits = self.lm_head(self.final_norm(h))
         return logits, None if targets is None else F.cross_entropy(upcast(logits).flatten(0, 1), targets.flatten())
 
@@ -438,6 +439,8 @@ class GPT(nn.Module):
         Continues idx int64 [B, T] by max_new_tokens sampled tokens, with a key/value cache; temperature 0 is greedy.
         Past block_size the context is the last block_size tokens and the cache is rebuilt at each step (positions shift).
         """
+        if not 0 <= temperature < float("inf") or top_k is not None and top_k < 1 or idx.size(1) < 1:
+            raise ValueError(f"temperature {temperature}, top_k {top_k} and {idx.size(1)} tokens: expected from 0, None or from 1, from 1")
         kv = None
         for _ in range(max_new_tokens):
             if kv is None or idx.size(1) > self.config.block_size:
@@ -459,7 +462,6 @@ class GPT(nn.Module):
         if self.config.mode in ("baseline", "hyper"):
             raise ValueError(f"mode {self.config.mode!r} has no depth weights; attnres, mhar and delta have")
         weights = []
-
         def route(*args):
             weights.append(route_weights(*args).float())
             return route_ref(*args)

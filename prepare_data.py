@@ -124,12 +124,20 @@ def encode(enc, text):
 def find_files(inputs):
     """Files and folders -> files, each once. Of a folder, sorted, whatever has a known ending; a named file must have one."""
     files = []
+    def fails(error):                                        # os.walk would go on without the folder
+        raise error
     for path in inputs:
-        found = [path] if os.path.isfile(path) else sorted(os.path.join(d, f) for d, _, fs in os.walk(path) for f in fs)
-        known = [f for f in found if f.lower().endswith(ENDINGS) and os.path.isfile(f)]
+        if not os.path.exists(path):
+            raise ValueError(f"input {path} does not exist")
+        walked = [] if os.path.isfile(path) else list(os.walk(path, onerror=fails))
+        found = sorted(os.path.join(d, f) for d, _, fs in walked for f in fs) or [path]
+        known = [f for f in found if f.lower().endswith(ENDINGS)]
+        if odd := [f for f in known if not os.path.isfile(f)]:
+            raise ValueError(f"input {odd[0]} is a broken link, or no file")
         if not known:
-            raise ValueError(f"input {path} " + (f"is or holds no file that ends in one of {' '.join(ENDINGS)}" if os.path.exists(path)
-                                                  else "does not exist"))
+            raise ValueError(f"input {path} is or holds no file that ends in one of {' '.join(ENDINGS)}")
+        if links := [z for d, dirs, _ in walked for z in (os.path.join(d, n) for n in dirs) if os.path.islink(z)]:
+            print(f"{path}: linked folders left out, each can be an input of its own: {' '.join(links)}", file=sys.stderr)
         if len(known) < len(found):
             print(f"{path}: {len(found) - len(known)} files with other endings left out", file=sys.stderr)
         files += known
@@ -169,8 +177,8 @@ def batches(files, args, count):
                     batch, full = [], 0
         except (OSError, EOFError, ValueError, ImportError, RecursionError, lzma.LZMAError, zlib.error) as e:
             where = path if path.lower().endswith(TEXT) else f"{path}:{n + 1}"
-            hint = {UnicodeDecodeError: "; --errors replace goes on with U+FFFD", ModuleNotFoundError: " (pip install pyarrow)",
-                    json.JSONDecodeError: "; expected a JSON object"}
+            hint = {UnicodeDecodeError: "; --errors replace goes on with U+FFFD" * (not path.lower().endswith(".parquet")),
+                    ModuleNotFoundError: " (pip install pyarrow)", json.JSONDecodeError: "; expected a JSON object"}
             raise ValueError(f"{where}: {e}{hint.get(type(e), '')}") from None
         done += os.path.getsize(path)
     yield batch, done
@@ -193,6 +201,10 @@ def read_meta(folder):
     path = Path(folder, "meta.json")
     try:
         meta = json.loads(path.read_text("utf-8"))
+        numbers = [meta[k] for k in ("vocab_size", "eot", "unigram_entropy")]
+        numbers += [meta[s][k] for s in ("train", "val") for k in ("tokens", "bytes")]
+        if meta["dtype"] not in ("uint16", "uint32") or not all(isinstance(n, (int, float)) for n in numbers):
+            raise ValueError
         return {k: meta[k] for k in META}
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is missing or not what prepare_data.py writes; make the folder with "
@@ -283,10 +295,12 @@ def main(argv=None):
         os._exit(128 + number)
     before = {n: signal.signal(n, leave) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        if not 0 <= args.val_frac < 1 or args.workers < 1:
-            raise ValueError(f"--val_frac {args.val_frac} must be in [0, 1) and --workers {args.workers} at least 1")
-        if os.path.lexists(args.out):
-            raise ValueError(f"--out {args.out} exists; remove it or name another folder")
+        if not 0 <= args.val_frac < 1:
+            raise ValueError(f"--val_frac is {args.val_frac}, expected a number in [0, 1)")
+        if args.workers < 1:
+            raise ValueError(f"--workers is {args.workers}, expected at least 1")
+        if not args.out or os.path.lexists(args.out):
+            raise ValueError(f"--out {args.out!r} exists or is no name; remove it or name another folder")
         tmp.mkdir(parents=True)
         meta = prepare(args, tmp)
         tmp.rename(args.out)

@@ -204,6 +204,11 @@ def test_causal_and_cached_generation_equals_recomputation(mode):
     assert torch.equal(out, again)
     one = [m.generate(x, 8, 1.0, 5, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
     assert torch.equal(one[0], one[1]) and not torch.equal(one[0], one[2])
+    for args in ((x, 1, -0.1), (x, 1, float("nan")), (x, 1, 1.0, 0), (x[:, :0], 1)):
+        with pytest.raises(ValueError, match="expected from 0, None or from 1, from 1"):
+            m.generate(*args)
+    with pytest.raises(ValueError, match=r"targets are \(5, 2\), expected one for each token, \(2, 5\)"):
+        m(x, x.t())
 
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_reach_everything_and_checkpointing_recomputes(mode):
@@ -809,7 +814,7 @@ def test_empty_side_is_refused_with_what_works(tmp_path, capsys, n):
         assert len(texts(d, "val")) == 1 and len(texts(d, "train")) == n - 1
         refused(capsys, prepare, tmp_path, docs, name="e", val_frac=f"{float(works) - 2e-6:.7f}")
 
-def test_input_kinds(tmp_path, capsys):
+def test_input_kinds(tmp_path, capsys, monkeypatch):
     (tmp_path / "b.txt").write_bytes(b"\xef\xbf\xbd bad \xff\xfe")
     d = prepare(tmp_path, tmp_path / "b.txt", name="b", val_frac=0, errors="replace")
     assert prepare_data.read_meta(d)["replaced"] == 2 and texts(d, "train") == ["\ufffd bad \ufffd\ufffd".encode()]
@@ -830,6 +835,14 @@ def test_input_kinds(tmp_path, capsys):
     assert meta["replaced"] == 1 and meta["blank"] == 2 and "1 files with other endings" in capsys.readouterr().err
     assert "'body'" in refused(capsys, prepare, tmp_path, src / "e.parquet", name="f", text_key="body")
     assert "does not exist" in refused(capsys, prepare, tmp_path, src / "no", name="g")
+    (src / "elsewhere").symlink_to(tmp_path)
+    assert prepare_data.find_files([src]) and f"linked folders left out, each can be an input of its own: {src}/elsewhere" in capsys.readouterr().err
+    (src / "shard.parquet").symlink_to("nowhere")
+    assert "shard.parquet is a broken link" in refused(capsys, prepare, tmp_path, src, name="g")
+    def locked(path, onerror):
+        onerror(PermissionError(13, "Permission denied", f"{path}/locked"))
+    monkeypatch.setattr(os, "walk", locked)                 # root may read everything
+    assert "Permission denied: '" in refused(capsys, prepare, tmp_path, src, name="g")
 
 @pytest.mark.parametrize("name, content, words", [
     ("j.jsonl", b'{"text":"a"}\n{"text":"b"\n', ["j.jsonl:2", "delimiter"]), ("j.jsonl", b'{"text":7}\n', ["j.jsonl:1", "7"]),
@@ -1067,14 +1080,25 @@ def test_damaged_files_are_named(data, tmp_path, capsys):
     d, out = prepare(tmp_path, LINES[:500], name="short"), tmp_path / "p"
     os.truncate(f"{d}/train.bin", 1000)
     assert "train.bin has 1000 bytes" in refused(capsys, run, d, out)
-    (tmp_path / "short" / "meta.json").write_text("{}")
-    assert "meta.json" in refused(capsys, run, d, out)
+    meta = json.loads((tmp_path / "short" / "meta.json").read_text())
+    for bad in ({}, {**meta, "dtype": "foo"}, {**meta, "vocab_size": "257"}, {**meta, "train": 5}, {**meta, "unigram_entropy": None}):
+        (tmp_path / "short" / "meta.json").write_text(json.dumps(bad))
+        assert "meta.json is missing or not what" in refused(capsys, run, d, out)
     whole = losses(run(data, tmp_path / "r", "--max_iters", 4))
     run(data, out, "--max_iters", 4, "--stop_at", 2)
     with open(out / "log.jsonl", "a") as f:
         f.write('{"iter": 2, "lo')                          # a full disk
     assert losses(run(data, out, "--resume", "--max_iters", 4)) == whole
+    for line in ("5", "null", '{"foo": 1}', "{"):
+        (out / "log.jsonl").write_text('{"iter": 0}\n' + line + "\n")
+        assert "log.jsonl:2 is no record" in refused(capsys, run, data, out, "--resume", "--max_iters", 6)
+    (out / "log.jsonl").write_text('{"iter": 0}\n')
+    run(data, out, "--resume", "--max_iters", 4)
+    assert "log.jsonl lacks 3 of the checkpoint's 4 steps" in capsys.readouterr().out
     there = torch.load(out / "ckpt.pt", weights_only=True)
+    for key in ("model", "optimizer", "step", "data", "args", "config"):
+        torch.save({k: v for k, v in there.items() if k != key}, out / "ckpt.pt")
+        assert "ckpt.pt is damaged" in refused(capsys, run, data, out, "--resume", "--max_iters", 6)
     torch.save({**there, "config": {**there["config"], "mode": "newest"}}, out / "ckpt.pt")      # of somebody's changed mhar.py
     assert "mode is 'newest', expected one of" in refused(capsys, run, data, out, "--resume", "--max_iters", 6)
     os.truncate(out / "ckpt.pt", 10000)
@@ -1267,10 +1291,14 @@ def test_several_modes_keep_their_own_settings_and_no_old_run(data, tmp_path, ca
         assert args["weight_decay"] == 0.2
         assert [r["lr"] for r in train.read_log(tmp_path / folder)] == [train.get_lr(i, lr, args["warmup_iters"], 4) for i in range(4)]
     assert "ema" in refused(capsys, both, "--overwrite", "--ema", "1") and there() == [True, True]
-    monkeypatch.setattr(train, "train", lambda *a: sys.exit(130))       # a signal in the first run
-    with pytest.raises(SystemExit):
-        both("--overwrite")
-    assert there() == [False, False]                        # else --resume would pair it with the old second
+    for name, error, left in (("stepper", MemoryError, [True, True]), ("get_lr", KeyboardInterrupt, [False, False])):
+        def fails(*args, error=error):
+            raise error
+        with monkeypatch.context() as m, pytest.raises(error):
+            m.setattr(train, name, fails)                   # before the first step, an old run is whole; then both are gone,
+            both("--overwrite")                             # else --resume would pair the first with the old second
+        assert there() == left
+        assert bool(train.read_log(tmp_path / "baseline")) == left[0]
 
 def test_log_and_bf16(data, tmp_path):
     log = run(data, tmp_path / "b", "--max_iters", 6, "--dtype", "bfloat16", "--grad_checkpoint")
@@ -1343,17 +1371,24 @@ def test_mid_training_starts_as_the_pretrained_model(data, base, tmp_path, capsy
     assert checkpoint(tmp_path / "m" / "delta")["step"] == 3
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "model-00001-of-00002.safetensors").touch()
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "config.json").write_text('{"my": "own"}')
     for out, words, *flags in (
             ("o", "mhar is another function than baseline", "--mode", "mhar"), ("o", "attnres is another", "--mode", "attnres"), ("o", "hyper is another", "--mode", "hyper"),
             ("o", "n_layer 3.*init_from.*block_size", "--n_layer", 3), ("o", "mhar is another function than delta", "--init_from", tmp_path / "m/delta", "--mode", "mhar"),
             ("o", "route_heads 4.*only block_size", "--init_from", tmp_path / "m/delta", "--mode", "delta:4"),
             ("o", "README.md is damaged or of another", "--init_from", os.path.join(HERE, "README.md")), ("m/delta", "resume.*overwrite"),
-            ("m/delta", "init_from .*ckpt.pt -> .*other", "--resume", "--init_from", "other"), (base, "would replace", "--overwrite", "--mode", "baseline"), ("hf", "hf holds a pretrained model", "--overwrite"),
+            ("m/delta", "init_from .*ckpt.pt -> .*other", "--resume", "--init_from", "other"), (base, "that of --init_from", "--overwrite", "--mode", "baseline"), ("hf", "hf holds a pretrained model", "--overwrite"),
+            ("foreign", "another program's config.json", "--overwrite"),
             ("o", "ema 1.0 must be below 1", "--ema", 1), ("o", "min_lr 1.0 not above", "--min_lr", 1), ("o", "goes with --eval_only", "--text", "x"),
             ("o", "init_from is '', expected a name", "--init_from", ""), ("o", "text is ''", "--eval_only", "--text", ""), ("o", "with torchrun", "--fsdp"), ("o", "No such file.*nowhere", "--eval_only", "--text", "nowhere")):
         flags = ["--init_from", f"{base}/ckpt.pt", "--max_iters", 3, *flags]
         assert re.search(words, refused(capsys, run, data, tmp_path / out, *flags, mode="delta")) and not os.path.exists(tmp_path / "o")
     other = prepare(tmp_path, LINES[:500], name="other")      # a second stage, on other data
+    meta = prepare_data.read_meta(data)
+    with monkeypatch.context() as m:                         # of as many tokens, but others
+        m.setattr(prepare_data, "read_meta", lambda folder: {**meta, "encoding": "tokenizer.json"})
+        assert re.search("was trained with .*bytes.*has .*tokenizer.json", refused(capsys, run, data, tmp_path / "o", "--init_from", tmp_path / "m" / "delta", mode="delta"))
     second = run(other, tmp_path / "s", "--init_from", tmp_path / "m" / "delta", "--max_iters", 2, "--eval_interval", 2, "--eval_iters", 1, "--lr", 0, mode="delta")
     capsys.readouterr()
     run(other, tmp_path / "m" / "delta", "--init_from", tmp_path / "m" / "delta", "--eval_only", "--eval_iters", 1, mode="delta")

@@ -67,10 +67,6 @@ def get_lr(it, peak, warmup, total, min_ratio=0.1):
     x = min(1.0, (it - warmup + 1) / max(1, total - warmup))
     return peak * (min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * x)) / 2)
 
-@functools.lru_cache(maxsize=1)                             # steps come in order, so one epoch's is enough
-def epoch_order(seed, epoch, windows):
-    return np.random.default_rng([seed, epoch]).permutation(windows)
-
 class Loader:
     """
     Windows of `block` tokens and the same one token later. The k-th of a run, over all steps and ranks, depends on (seed, k) alone:
@@ -78,8 +74,9 @@ class Loader:
     """
     def __init__(self, path, dtype, block, batch, seed, vocab_size=None):
         self.tokens = np.memmap(path, dtype, "r") if os.path.getsize(path) else np.empty(0, dtype)
-        self.path, self.block, self.batch, self.seed, self.vocab_size = path, block, batch, seed, vocab_size
+        self.path, self.block, self.batch, self.vocab_size = path, block, batch, vocab_size
         self.windows = max(0, len(self.tokens) - 1) // block
+        self.order = functools.lru_cache(1)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(self.windows))   # the last
 
     def take(self, windows):
         """Numbers of windows -> x, y int64 [len(windows), block]."""
@@ -92,11 +89,10 @@ class Loader:
     def microbatch(self, i):
         """The i-th microbatch of the run."""
         places = [divmod(k, self.windows) for k in range(i * self.batch, (i + 1) * self.batch)]
-        return self.take([epoch_order(self.seed, epoch, self.windows)[position] for epoch, position in places])
+        return self.take([self.order(epoch)[position] for epoch, position in places])
 
 # ---------------------------------------------------------------- several processes, started by torchrun
-def world():
-    """Rank and number of processes."""
+def world():                                                # rank and number of processes
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 def sum_over_ranks(x):
@@ -131,8 +127,8 @@ def load_checkpoint(out):
     """OUT/ckpt.pt, mapped rather than read, or None if there is none. Holds only tensors and plain values. Raises ValueError."""
     path = out if os.path.isfile(out) else os.path.join(out, "ckpt.pt")
     try:
-        ckpt = torch.load(path, map_location="cpu", mmap=True, weights_only=True) if os.path.exists(path) else None
-        return ckpt and {**ckpt, "config": asdict(GPTConfig(**ckpt["config"]))}
+        c = torch.load(path, map_location="cpu", mmap=True, weights_only=True) if os.path.exists(path) else None
+        return c and {**c, **{k: c[k] for k in "model optimizer step data args".split()}, "config": asdict(GPTConfig(**c["config"]))}
     except Exception as e:                                  # a damaged file has many ways to fail
         hint = "a pretrained model is given as its folder" if os.path.isfile(out) else "--overwrite starts anew"
         raise ValueError(f"{path} is damaged or of another program ({e if type(e) is ValueError else type(e).__name__}); {hint}") from e
@@ -141,9 +137,9 @@ def read_log(out):
     """The records of OUT/log.jsonl; a last line that was cut off is left out."""
     path, records = Path(out, "log.jsonl"), []
     try:
-        records.extend(json.loads(line) for line in (path.read_text().splitlines(True) if path.exists() else ()) if line.endswith("\n"))
-    except ValueError as e:
-        raise ValueError(f"{path}:{len(records) + 1} is not JSON ({e})") from None
+        records.extend(r for r in map(json.loads, path.read_text().split("\n")[:-1] if path.exists() else ()) if r["iter"] >= 0)
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{path}:{len(records) + 1} is no record of a step ({type(e).__name__}: {e})") from None
     return records
 
 def pretrained(path, device="cpu"):
@@ -304,7 +300,6 @@ def stepper(args, model, optimizer, autocast, batch):
         return loss / args.grad_accum
     alone = args.grad_accum == world()[1]                   # one microbatch a step and process
     run, held = captured(forward_backward, model, batch, alone) if args.cuda_graph else (forward_backward, 0)
-
     def step(microbatches, lr):
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
@@ -330,7 +325,7 @@ def print_bench(rows):                                      # of (name, tokens/s
     for name, speed, mfu, memory in rows:
         print(f"{name:<14}{speed:>11,.0f}{speed / rows[0][1]:>8.3f}{mfu:>8.3f}{memory:>9,.0f}{memory / rows[0][3]:>8.3f}")
 
-def train(args, config, meta, ckpt, device, dtype):
+def train(args, config, meta, ckpt, device, dtype, stale):
     """Trains one model into args.out, on from ckpt if any; --bench: a row of `print_bench`. FloatingPointError; at a signal SystemExit."""
     torch.compiler.reset()
     gc.collect()                                            # the model of the run before is a cycle
@@ -367,14 +362,6 @@ def train(args, config, meta, ckpt, device, dtype):
               f"compile {'on' if args.compile else 'off'}, CUDA graph {'on' if args.cuda_graph else 'off'}, depth reads "
               f"{'fused' if args.fused else 'eager'}\nsteps {step:,} to {args.max_iters:,} of {per_step:,} tokens, "
               f"{data['train'].windows * config.block_size / per_step:,.1f} an epoch{'' if args.bench else ' -> ' + args.out}", flush=True)
-    if rank == 0 and not args.bench:
-        os.makedirs(args.out, exist_ok=True)
-        write_atomic(log_path, "".join(json.dumps(r) + "\n" for r in read_log(args.out) if r["iter"] < step) if step else "")
-        git = shutil.which("git") and ["git", "-C", os.path.dirname(__file__), *"describe --always --dirty --abbrev=40 --exclude=*".split()]
-        write_atomic(os.path.join(args.out, "config.json"), json.dumps(dict(
-            name=args.name, parameters=model.num_params(), model=asdict(config), args=vars(args), data=meta, processes=size, device=name,
-            torch=torch.__version__, commit=git and subprocess.run(git, capture_output=True, text=True).stdout.strip() or None), indent=1))
-
     def load(it):                                           # this rank's microbatches of step `it`; pinned: the copy waits for nothing
         batches = [data["train"].microbatch(it * args.grad_accum + i) for i in range(rank, args.grad_accum, size)]
         return [[z.pin_memory().to(device, non_blocking=True) if cuda else z.to(device) for z in batch] for batch in batches]
@@ -385,6 +372,17 @@ def train(args, config, meta, ckpt, device, dtype):
         speed = per_step / seconds(update, batches, args.lr, torch.cuda.synchronize if cuda else lambda: None)
         memory = (torch.cuda.max_memory_allocated() + held) / 2**20 if cuda else math.nan
         return args.name, speed, flops * speed / size / (peak or math.nan), memory
+    if rank == 0:
+        os.makedirs(args.out, exist_ok=True)
+        kept = [r for r in read_log(args.out) if r["iter"] < step] if step else []
+        print(f"{log_path} lacks {step - len(kept):,} of the checkpoint's {step:,} steps", flush=True) if len(kept) < step else None
+        write_atomic(log_path, "".join(json.dumps(r) + "\n" for r in kept))
+        git = shutil.which("git") and ["git", "-C", os.path.dirname(__file__), *"describe --always --dirty --abbrev=40 --exclude=*".split()]
+        write_atomic(os.path.join(args.out, "config.json"), json.dumps(dict(
+            name=args.name, parameters=model.num_params(), model=asdict(config), args=vars(args), data=meta, processes=size, device=name,
+            torch=torch.__version__, commit=git and subprocess.run(git, capture_output=True, text=True).stdout.strip() or None), indent=1))
+        while stale:                                        # of all modes: --resume must not find an old run
+            Path(stale.pop(), "ckpt.pt").unlink(missing_ok=True)
     first, last, start, shown, stop = step, min(args.max_iters, args.stop_at or args.max_iters), time.time(), 0.0, 0
     with signals() as got, open(log_path if rank == 0 else os.devnull, "a", buffering=1) as log:
         while step < last and not stop:
@@ -492,9 +490,10 @@ def settings(args, spec, out):
     if not (args.overwrite or args.resume or args.eval_only) and (ckpt or read_log(out)):
         raise ValueError(f"{out} holds a run" + (f" at step {ckpt['step']}; --resume continues it" if ckpt else "'s log")
                          + ", --overwrite starts anew")
-    if not (args.eval_only or args.bench) and (any(Path(out).glob("*.safetensors*")) or args.init_from and not ckpt
-            and os.path.realpath(args.init_from) in map(os.path.realpath, (out, os.path.join(out, "ckpt.pt")))):
-        raise ValueError(f"--out {out} holds a pretrained model or that of --init_from, which this run would replace; take another --out")
+    if not (args.eval_only or args.bench) and (any(Path(out).glob("*.safetensors*"))
+            or any('"args"' not in f.read_text("utf-8", "replace") for f in Path(out).glob("config.json"))          # not of a run
+            or args.init_from and not ckpt and Path(args.init_from).resolve() in (Path(out).resolve(), Path(out, "ckpt.pt").resolve())):
+        raise ValueError(f"--out {out} holds a pretrained model, that of --init_from or another program's config.json; take another --out")
     given = {**SCALES[args.scale], "vocab_size": (padded := -(-meta["vocab_size"] // 64) * 64)}
     if args.init_from:
         given = ckpt["config"] if ckpt else asdict(pretrained(args.init_from, "meta").config)
@@ -517,6 +516,9 @@ def settings(args, spec, out):
         raise ValueError("--dtype float32 needs --param_dtype float32")
     if config.vocab_size < meta["vocab_size"] or args.init_from and args.data == DEFAULT_DATA and config.vocab_size != padded:
         raise ValueError(f"the model has {config.vocab_size} tokens, {args.data} {meta['vocab_size']}: take --data made with its tokenizer")
+    source, what = not ckpt and args.init_from and load_checkpoint(args.init_from), ("encoding", "vocab_size", "eot")
+    if source and (had := [source["data"][k] for k in what]) != (has := [meta[k] for k in what]):
+        raise ValueError(f"--init_from was trained with the {', '.join(what)} {had}, {args.data} has {has}")
     for split, needed in (("train", not args.eval_only), ("val", (args.eval_interval or args.eval_only) and not args.text)):
         tokens, path = meta[split]["tokens"], os.path.join(args.data, split + ".bin")
         if os.path.getsize(path) != tokens * np.dtype(meta["dtype"]).itemsize:
@@ -548,8 +550,7 @@ def main(argv=None):
         if (text := args.text and not args.eval_only) or args.fsdp and (args.cuda_graph or "RANK" not in os.environ):
             raise ValueError("--text goes with --eval_only alone" if text else "--fsdp goes with torchrun and without --cuda_graph")
         args.overwrite |= bool(args.eval_only and args.init_from) or args.bench             # whatever OUT holds
-        several = "," in args.mode
-        outs = [os.path.join(args.out, spec.replace(":", "-")) for spec in args.mode.split(",")] if several else [args.out]
+        outs = [os.path.join(args.out, spec.replace(":", "-")) for spec in args.mode.split(",")] if "," in args.mode else [args.out]
         flags = [args] * len(outs)
         if args.resume or args.eval_only and not args.init_from:    # settings: a flag over the checkpoint over the recipe
             ckpts = [load_checkpoint(out) for out in outs]
@@ -557,7 +558,7 @@ def main(argv=None):
                 raise ValueError(f"there is no checkpoint ckpt.pt in {' or '.join(outs)}"
                                  + "; its subfolders have some: give the --mode that made them" * any(Path(args.out).glob("*/ckpt.pt")))
             for i, ckpt in enumerate(ckpts):                # each its own
-                p.set_defaults(**{k: v for k, v in (ckpt or next(filter(None, ckpts)))["args"].items() if k != "mode" or not several})
+                p.set_defaults(**{k: v for k, v in (ckpt or next(filter(None, ckpts)))["args"].items() if k != "mode" or len(outs) < 2})
                 flags[i] = p.parse_args(argv)
             args = flags[0]
         if len(set(outs)) < len(outs):
@@ -582,15 +583,14 @@ def main(argv=None):
         dist.all_gather_object(seen, seen[0]) if size > 1 else None         # all accept, and agree, before anything is lost
         if odd := {f"{k} {x[k]} and {y[k]}" for them in seen for x, y in zip(seen[0], them) for k in x if x[k] != y[k]}:
             raise ValueError(f"the processes are to do the same, but have {', '.join(sorted(odd))}")
-        for out in outs if args.overwrite and not (args.bench or args.eval_only) and rank == 0 else ():
-            Path(out, "ckpt.pt").unlink(missing_ok=True)    # of all modes: --resume must not find an old run
         dtype = getattr(torch, args.dtype if args.dtype != "auto" else "bfloat16" if cuda else args.param_dtype)
         for args, config, *_ in runs:
             args.compile = cuda if args.compile is None else args.compile
             args.cuda_graph = cuda and not args.fsdp if args.cuda_graph is None else args.cuda_graph
             args.fused = config.mode not in ("baseline", "hyper") and fused_kernels(config.kernel, device, dtype) is not None
-        results = [train(*run, device, dtype) for run in runs]
-        if rank == 0 and (several and not args.eval_only or args.bench):
+        stale = outs[:] if args.overwrite else []           # their checkpoints; the first run takes them away as it starts
+        results = [train(*run, device, dtype, stale) for run in runs]
+        if rank == 0 and (len(outs) > 1 and not args.eval_only or args.bench):
             print_bench(results) if args.bench else print_table(outs)
     except (ValueError, FloatingPointError, OSError, ImportError) as e:
         sys.exit(f"train.py: {e}")
