@@ -1291,6 +1291,9 @@ def test_several_modes_keep_their_own_settings_and_no_old_run(data, tmp_path, ca
         assert args["weight_decay"] == 0.2
         assert [r["lr"] for r in train.read_log(tmp_path / folder)] == [train.get_lr(i, lr, args["warmup_iters"], 4) for i in range(4)]
     assert "ema" in refused(capsys, both, "--overwrite", "--ema", "1") and there() == [True, True]
+    with monkeypatch.context() as m:
+        m.setattr(os, "access", lambda *args: False)
+        assert "baseline cannot be written to" in refused(capsys, both, "--overwrite") and there() == [True, True]
     for name, error, left in (("stepper", MemoryError, [True, True]), ("get_lr", KeyboardInterrupt, [False, False])):
         def fails(*args, error=error):
             raise error

@@ -362,6 +362,8 @@ def train(args, config, meta, ckpt, device, dtype, stale):
               f"compile {'on' if args.compile else 'off'}, CUDA graph {'on' if args.cuda_graph else 'off'}, depth reads "
               f"{'fused' if args.fused else 'eager'}\nsteps {step:,} to {args.max_iters:,} of {per_step:,} tokens, "
               f"{data['train'].windows * config.block_size / per_step:,.1f} an epoch{'' if args.bench else ' -> ' + args.out}", flush=True)
+    if rank == 0 and not (args.bench or os.makedirs(args.out, exist_ok=True) or os.access(args.out, os.W_OK)):
+        raise OSError(f"{args.out} cannot be written to")
     def load(it):                                           # this rank's microbatches of step `it`; pinned: the copy waits for nothing
         batches = [data["train"].microbatch(it * args.grad_accum + i) for i in range(rank, args.grad_accum, size)]
         return [[z.pin_memory().to(device, non_blocking=True) if cuda else z.to(device) for z in batch] for batch in batches]
@@ -373,7 +375,6 @@ def train(args, config, meta, ckpt, device, dtype, stale):
         memory = (torch.cuda.max_memory_allocated() + held) / 2**20 if cuda else math.nan
         return args.name, speed, flops * speed / size / (peak or math.nan), memory
     if rank == 0:
-        os.makedirs(args.out, exist_ok=True)
         kept = [r for r in read_log(args.out) if r["iter"] < step] if step else []
         print(f"{log_path} lacks {step - len(kept):,} of the checkpoint's {step:,} steps", flush=True) if len(kept) < step else None
         write_atomic(log_path, "".join(json.dumps(r) + "\n" for r in kept))
@@ -381,8 +382,8 @@ def train(args, config, meta, ckpt, device, dtype, stale):
         write_atomic(os.path.join(args.out, "config.json"), json.dumps(dict(
             name=args.name, parameters=model.num_params(), model=asdict(config), args=vars(args), data=meta, processes=size, device=name,
             torch=torch.__version__, commit=git and subprocess.run(git, capture_output=True, text=True).stdout.strip() or None), indent=1))
-        while stale:                                        # of all modes: --resume must not find an old run
-            Path(stale.pop(), "ckpt.pt").unlink(missing_ok=True)
+        for old in stale:                                   # of all modes, as the first starts: --resume must not find an old run
+            Path(old, "ckpt.pt").unlink(missing_ok=True)
     first, last, start, shown, stop = step, min(args.max_iters, args.stop_at or args.max_iters), time.time(), 0.0, 0
     with signals() as got, open(log_path if rank == 0 else os.devnull, "a", buffering=1) as log:
         while step < last and not stop:
@@ -588,8 +589,7 @@ def main(argv=None):
             args.compile = cuda if args.compile is None else args.compile
             args.cuda_graph = cuda and not args.fsdp if args.cuda_graph is None else args.cuda_graph
             args.fused = config.mode not in ("baseline", "hyper") and fused_kernels(config.kernel, device, dtype) is not None
-        stale = outs[:] if args.overwrite else []           # their checkpoints; the first run takes them away as it starts
-        results = [train(*run, device, dtype, stale) for run in runs]
+        results = [train(*run, device, dtype, outs if args.overwrite and run is runs[0] else ()) for run in runs]
         if rank == 0 and (len(outs) > 1 and not args.eval_only or args.bench):
             print_bench(results) if args.bench else print_table(outs)
     except (ValueError, FloatingPointError, OSError, ImportError) as e:
