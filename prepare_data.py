@@ -133,11 +133,11 @@ def find_files(inputs):
         found = sorted(os.path.join(d, f) for d, _, fs in walked for f in fs) or [path]
         known = [f for f in found if f.lower().endswith(ENDINGS)]
         if odd := [f for f in known if not os.path.isfile(f)]:
-            raise ValueError(f"input {odd[0]} is a broken link, or no file")
-        if not known:
-            raise ValueError(f"input {path} is or holds no file that ends in one of {' '.join(ENDINGS)}")
+            raise ValueError(f"input {odd[0]} is a broken link, no file or out of reach")
         if links := [z for d, dirs, _ in walked for z in (os.path.join(d, n) for n in dirs) if os.path.islink(z)]:
             print(f"{path}: linked folders left out, each can be an input of its own: {' '.join(links)}", file=sys.stderr)
+        if not known:
+            raise ValueError(f"input {path} is or holds no file that ends in one of {' '.join(ENDINGS)}")
         if len(known) < len(found):
             print(f"{path}: {len(found) - len(known)} files with other endings left out", file=sys.stderr)
         files += known
@@ -203,12 +203,29 @@ def read_meta(folder):
         meta = json.loads(path.read_text("utf-8"))
         numbers = [meta[k] for k in ("vocab_size", "eot", "unigram_entropy")]
         numbers += [meta[s][k] for s in ("train", "val") for k in ("tokens", "bytes")]
-        if meta["dtype"] not in ("uint16", "uint32") or not all(isinstance(n, (int, float)) for n in numbers):
+        words = [meta["dtype"], meta["encoding"], meta["train"]["sha256"], meta["val"]["sha256"]]
+        if words[0] not in ("uint16", "uint32") or {type(z) for z in words} != {str} or {type(n) for n in numbers} - {int, float}:
             raise ValueError
-        return {k: meta[k] for k in META}
+        return {**{k: meta[k] for k in META}, "tokenizer": meta.get("tokenizer")}       # folders of before have none
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is missing or not what prepare_data.py writes; make the folder with "
                          "python prepare_data.py --input YOUR_TEXTS --out FOLDER") from None
+
+def tokenizer_hash(enc):
+    """sha256 of the ids and bytes of all tokens but the special ones, and of the end of text."""
+    special, sha = {enc.encode_single_token(t) for t in enc.special_tokens_set}, hashlib.sha256(b"%d" % enc.eot_token)
+    for i in sorted({*range(enc.n_vocab)} - special):
+        try:
+            token = enc.decode_single_token_bytes(i)
+        except KeyError:                                     # an id that no token has
+            continue
+        sha.update(b" %d %d " % (i, len(token)) + token)
+    return sha.hexdigest()
+
+def same_tokenizer(a, b):
+    """Whether two folders' metas have one tokenizer; where one was made before it kept the hash, by name and size."""
+    hashed = a.get("tokenizer") and b.get("tokenizer")
+    return all(a[k] == b[k] for k in (["tokenizer"] if hashed else ["encoding", "vocab_size", "eot"]))
 
 def read_split(folder, split):
     """Token ids of train or val, as a read-only memory map."""
@@ -270,6 +287,7 @@ def prepare(args, tmp):
     sides = [dict(sha256=sha[s].hexdigest(), documents=n, tokens=int(unigrams[s].sum()), bytes=count[s]) for s, n in zip(sha, docs)]
     meta = dict(zip(META, (name, enc.n_vocab, enc.eot_token, str(token_dtype(enc.n_vocab)), args.val_frac, count["replaced"],
                            count["blank"], float(-(p * np.log(p)).sum()), *sides)))
+    meta["tokenizer"] = tokenizer_hash(enc)
     (tmp / "meta.json").write_text(json.dumps(meta, indent=1))
     return meta
 

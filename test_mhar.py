@@ -2,6 +2,7 @@
 The whole suite: python -m pytest -q. It needs no GPU and no network; what needs an optional package says so when skipped.
 Identities and independent references rather than snapshots; parameters that start at zero are randomised first.
 """
+import base64
 import copy
 import gzip
 import importlib.util
@@ -924,6 +925,16 @@ def test_real_encodings(tmp_path, monkeypatch):
     ranks.write_bytes(open(os.path.join(RANKS, "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"), "rb").read())
     mine, named = prepare_data.get_encoding(str(ranks)), tiktoken.get_encoding("cl100k_base")
     assert all(mine.encode_ordinary(z) == named.encode_ordinary(z) for z in AWKWARD + LINES[:99]) and mine.eot_token == 100257
+    assert prepare_data.tokenizer_hash(mine) == prepare_data.tokenizer_hash(named)
+
+def test_tokenizers_are_told_apart_by_their_tokens(tmp_path):
+    metas = [prepare_data.read_meta(prepare(tmp_path, LINES[:99], name="bytes"))]
+    for name, order in (("same", range(256)), ("other", reversed(range(256)))):
+        (tmp_path / f"{name}.tiktoken").write_bytes(b"".join(base64.b64encode(bytes([b])) + b" %d\n" % i for i, b in enumerate(order)))
+        metas.append(prepare_data.read_meta(prepare(tmp_path, LINES[:99], name=name, encoding=str(tmp_path / f"{name}.tiktoken"))))
+    assert [prepare_data.same_tokenizer(metas[0], m) for m in metas] == [True, True, False]
+    before = [{**m, "tokenizer": None} for m in metas]      # without the hash: by name and size
+    assert [prepare_data.same_tokenizer(m, before[1]) for m in metas] == [False, True, True]
 
 @pytest.mark.skipif(QWEN is None, reason="dashscope, which carries Qwen's ranks, is optional")
 def test_qwen_rank_file():
@@ -989,6 +1000,16 @@ for flags, other in {odd!r}:
         train.main(flags + other * rank)
     except SystemExit as e:
         print(e, file=open("said", "a"))
+def stepper(*args, real=train.stepper):             # then one of them has no memory before the first step
+    if rank:
+        raise MemoryError
+    return real(*args)
+train.stepper = stepper
+try:
+    train.main({argv(data, "o", *SHORT, "--overwrite")!r})
+except (MemoryError, RuntimeError):
+    os._exit(0)
+os._exit(1)
 """)
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(out / "two.py")], check=True,
                    env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
@@ -1081,7 +1102,8 @@ def test_damaged_files_are_named(data, tmp_path, capsys):
     os.truncate(f"{d}/train.bin", 1000)
     assert "train.bin has 1000 bytes" in refused(capsys, run, d, out)
     meta = json.loads((tmp_path / "short" / "meta.json").read_text())
-    for bad in ({}, {**meta, "dtype": "foo"}, {**meta, "vocab_size": "257"}, {**meta, "train": 5}, {**meta, "unigram_entropy": None}):
+    for bad in ({}, {**meta, "dtype": "foo"}, {**meta, "vocab_size": "257"}, {**meta, "train": 5}, {**meta, "unigram_entropy": None},
+                {**meta, "encoding": 5}, {**meta, "val": {k: v for k, v in meta["val"].items() if k != "sha256"}}):
         (tmp_path / "short" / "meta.json").write_text(json.dumps(bad))
         assert "meta.json is missing or not what" in refused(capsys, run, d, out)
     whole = losses(run(data, tmp_path / "r", "--max_iters", 4))
@@ -1140,6 +1162,7 @@ def test_processes_have_to_agree(two):
         assert (two / node / "said").read_text().splitlines() == [
             f"train.py: the processes are to do the same, but have {z}" for z in ("seed 1 and 7", "step 4 and 2")]
     assert checkpoint(two / "node0" / "o")["step"] == 4 and not (two / "node0" / "p").exists()
+    assert len(train.read_log(two / "node0" / "o")) == 4    # nor did the run that failed on one process cost the old one
 
 def test_signals_are_noted_until_all_processes_know_of_them(data, tmp_path, monkeypatch):
     handlers, real = [], train.sum_over_ranks
@@ -1389,9 +1412,10 @@ def test_mid_training_starts_as_the_pretrained_model(data, base, tmp_path, capsy
         assert re.search(words, refused(capsys, run, data, tmp_path / out, *flags, mode="delta")) and not os.path.exists(tmp_path / "o")
     other = prepare(tmp_path, LINES[:500], name="other")      # a second stage, on other data
     meta = prepare_data.read_meta(data)
-    with monkeypatch.context() as m:                         # of as many tokens, but others
-        m.setattr(prepare_data, "read_meta", lambda folder: {**meta, "encoding": "tokenizer.json"})
-        assert re.search("was trained with .*bytes.*has .*tokenizer.json", refused(capsys, run, data, tmp_path / "o", "--init_from", tmp_path / "m" / "delta", mode="delta"))
+    for change in ({"tokenizer": "0"}, {"tokenizer": None, "encoding": "tokenizer.json"}):      # as many tokens, but others
+        with monkeypatch.context() as m:
+            m.setattr(prepare_data, "read_meta", lambda folder, change=change: {**meta, **change})
+            assert "has another tokenizer, bytes" in refused(capsys, run, data, tmp_path / "o", "--init_from", tmp_path / "m" / "delta", mode="delta")
     second = run(other, tmp_path / "s", "--init_from", tmp_path / "m" / "delta", "--max_iters", 2, "--eval_interval", 2, "--eval_iters", 1, "--lr", 0, mode="delta")
     capsys.readouterr()
     run(other, tmp_path / "m" / "delta", "--init_from", tmp_path / "m" / "delta", "--eval_only", "--eval_iters", 1, mode="delta")
@@ -1673,7 +1697,7 @@ def test_figures_refuse_with_one_sentence(data, tmp_path, figures, capsys):
     assert "short.txt" in refusal("heads", a, "--text", tmp_path / "short.txt") and "--windows is 1" in refusal("heads", a, "--windows", 1)
     assert "nofile" in refusal("heads", a, "--text", "nofile") and "nodata/meta.json" in refusal("heads", a, "--data", "nodata")
     meta = json.loads(open(f"{other}/meta.json").read())
-    open(f"{other}/meta.json", "w").write(json.dumps(meta | {"vocab_size": 300}))
+    open(f"{other}/meta.json", "w").write(json.dumps(meta | {"tokenizer": "0"}))
     assert "another tokenizer" in refusal("heads", a, "--data", other)
     (tmp_path / "long.txt").write_text("a longer text " * 20)
     rows, axes = drawn(figures, capsys, "heads", a, "--text", tmp_path / "long.txt", "--data", data, "--out", tmp_path / "f.png")

@@ -128,7 +128,8 @@ def load_checkpoint(out):
     path = out if os.path.isfile(out) else os.path.join(out, "ckpt.pt")
     try:
         c = torch.load(path, map_location="cpu", mmap=True, weights_only=True) if os.path.exists(path) else None
-        return c and {**c, **{k: c[k] for k in "model optimizer step data args".split()}, "config": asdict(GPTConfig(**c["config"]))}
+        keys = "model optimizer step data args".split()
+        return None if c is None else {**c, **{k: c[k] for k in keys}, "config": asdict(GPTConfig(**c["config"]))}
     except Exception as e:                                  # a damaged file has many ways to fail
         hint = "a pretrained model is given as its folder" if os.path.isfile(out) else "--overwrite starts anew"
         raise ValueError(f"{path} is damaged or of another program ({e if type(e) is ValueError else type(e).__name__}); {hint}") from e
@@ -275,10 +276,7 @@ def captured(forward_backward, model, batch, alone):
     return replay, torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
 
 def stepper(args, model, optimizer, autocast, batch):
-    """
-    -> step(microbatches, lr), one update, which returns the loss and the gradient's norm before clipping as tensors on the device, waiting
-    for nothing; and the bytes that its CUDA graph holds beside PyTorch's count. batch: any microbatch, on the device.
-    """
+    """-> step(microbatches, lr), one update -> loss, gradient norm before clipping, not waited for; and the bytes of its CUDA graph."""
     head, around = model.head, args.compile and (args.fused or args.fsdp or model.config.mode == "baseline")
     def objective(h, targets):                              # in training the logits stay inside: handed out, they would get a gradient
         logits, loss = head(h, targets)
@@ -362,8 +360,8 @@ def train(args, config, meta, ckpt, device, dtype, stale):
               f"compile {'on' if args.compile else 'off'}, CUDA graph {'on' if args.cuda_graph else 'off'}, depth reads "
               f"{'fused' if args.fused else 'eager'}\nsteps {step:,} to {args.max_iters:,} of {per_step:,} tokens, "
               f"{data['train'].windows * config.block_size / per_step:,.1f} an epoch{'' if args.bench else ' -> ' + args.out}", flush=True)
-    if rank == 0 and not (args.bench or os.makedirs(args.out, exist_ok=True) or os.access(args.out, os.W_OK)):
-        raise OSError(f"{args.out} cannot be written to")
+    if locked := [z for z in (args.out, *stale) if os.path.exists(z) and not (args.bench or os.access(z, os.W_OK))]:
+        raise OSError(f"{locked[0]} cannot be written to")
     def load(it):                                           # this rank's microbatches of step `it`; pinned: the copy waits for nothing
         batches = [data["train"].microbatch(it * args.grad_accum + i) for i in range(rank, args.grad_accum, size)]
         return [[z.pin_memory().to(device, non_blocking=True) if cuda else z.to(device) for z in batch] for batch in batches]
@@ -374,7 +372,9 @@ def train(args, config, meta, ckpt, device, dtype, stale):
         speed = per_step / seconds(update, batches, args.lr, torch.cuda.synchronize if cuda else lambda: None)
         memory = (torch.cuda.max_memory_allocated() + held) / 2**20 if cuda else math.nan
         return args.name, speed, flops * speed / size / (peak or math.nan), memory
+    dist.barrier() if size > 1 else None                    # nothing old goes before all processes have come this far
     if rank == 0:
+        os.makedirs(args.out, exist_ok=True)
         kept = [r for r in read_log(args.out) if r["iter"] < step] if step else []
         print(f"{log_path} lacks {step - len(kept):,} of the checkpoint's {step:,} steps", flush=True) if len(kept) < step else None
         write_atomic(log_path, "".join(json.dumps(r) + "\n" for r in kept))
@@ -492,8 +492,8 @@ def settings(args, spec, out):
         raise ValueError(f"{out} holds a run" + (f" at step {ckpt['step']}; --resume continues it" if ckpt else "'s log")
                          + ", --overwrite starts anew")
     if not (args.eval_only or args.bench) and (any(Path(out).glob("*.safetensors*"))
-            or any('"args"' not in f.read_text("utf-8", "replace") for f in Path(out).glob("config.json"))          # not of a run
-            or args.init_from and not ckpt and Path(args.init_from).resolve() in (Path(out).resolve(), Path(out, "ckpt.pt").resolve())):
+            or not ckpt and any('"args"' not in f.read_text("utf-8", "replace") for f in Path(out).glob("config.json"))     # not of a run
+            or args.init_from and not ckpt and os.path.realpath(args.init_from) in map(os.path.realpath, (out, out + "/ckpt.pt"))):
         raise ValueError(f"--out {out} holds a pretrained model, that of --init_from or another program's config.json; take another --out")
     given = {**SCALES[args.scale], "vocab_size": (padded := -(-meta["vocab_size"] // 64) * 64)}
     if args.init_from:
@@ -517,9 +517,9 @@ def settings(args, spec, out):
         raise ValueError("--dtype float32 needs --param_dtype float32")
     if config.vocab_size < meta["vocab_size"] or args.init_from and args.data == DEFAULT_DATA and config.vocab_size != padded:
         raise ValueError(f"the model has {config.vocab_size} tokens, {args.data} {meta['vocab_size']}: take --data made with its tokenizer")
-    source, what = not ckpt and args.init_from and load_checkpoint(args.init_from), ("encoding", "vocab_size", "eot")
-    if source and (had := [source["data"][k] for k in what]) != (has := [meta[k] for k in what]):
-        raise ValueError(f"--init_from was trained with the {', '.join(what)} {had}, {args.data} has {has}")
+    source = not ckpt and args.init_from and load_checkpoint(args.init_from)
+    if source and not prepare_data.same_tokenizer(source["data"], meta):
+        raise ValueError(f"--init_from has another tokenizer, {source['data']['encoding']}, than {args.data}, {meta['encoding']}")
     for split, needed in (("train", not args.eval_only), ("val", (args.eval_interval or args.eval_only) and not args.text)):
         tokens, path = meta[split]["tokens"], os.path.join(args.data, split + ".bin")
         if os.path.getsize(path) != tokens * np.dtype(meta["dtype"]).itemsize:

@@ -101,7 +101,7 @@ def load(run, data, text, count):
     except Exception as e:                                  # a damaged file has many ways to fail
         raise ValueError(f"{path} is missing or no checkpoint of train.py ({type(e).__name__})") from None
     model.depth_weights(torch.zeros(1, 1, dtype=torch.long))            # ValueError: a mode that has none
-    if any(prepare_data.read_meta(data)[k] != then[k] for k in ("encoding", "vocab_size")):
+    if not prepare_data.same_tokenizer(prepare_data.read_meta(data), then):
         raise ValueError(f"{data} has another tokenizer than the data of {path}")
     loader = train.Loader(Path(data, "val.bin"), then["dtype"], model.config.block_size, 1, 0, then["vocab_size"])
     if text:
