@@ -203,8 +203,8 @@ def read_meta(folder):
         meta = json.loads(path.read_text("utf-8"))
         numbers = [meta[k] for k in ("vocab_size", "eot", "unigram_entropy")]
         numbers += [meta[s][k] for s in ("train", "val") for k in ("tokens", "bytes")]
-        words = [meta["dtype"], meta["encoding"], meta["train"]["sha256"], meta["val"]["sha256"]]
-        if words[0] not in ("uint16", "uint32") or {type(z) for z in words} != {str} or {type(n) for n in numbers} - {int, float}:
+        words = [meta["encoding"], meta["train"]["sha256"], meta["val"]["sha256"]]
+        if meta["dtype"] not in ("uint16", "uint32") or {type(z) for z in words} != {str} or {type(n) for n in numbers} - {int, float}:
             raise ValueError
         return {**{k: meta[k] for k in META}, "tokenizer": meta.get("tokenizer")}       # folders of before have none
     except (OSError, ValueError, KeyError, TypeError):

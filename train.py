@@ -76,7 +76,7 @@ class Loader:
         self.tokens = np.memmap(path, dtype, "r") if os.path.getsize(path) else np.empty(0, dtype)
         self.path, self.block, self.batch, self.vocab_size = path, block, batch, vocab_size
         self.windows = max(0, len(self.tokens) - 1) // block
-        self.order = functools.lru_cache(1)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(self.windows))   # the last
+        self.order = functools.lru_cache(1)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(self.windows))   # of one epoch
 
     def take(self, windows):
         """Numbers of windows -> x, y int64 [len(windows), block]."""
@@ -360,8 +360,6 @@ def train(args, config, meta, ckpt, device, dtype, stale):
               f"compile {'on' if args.compile else 'off'}, CUDA graph {'on' if args.cuda_graph else 'off'}, depth reads "
               f"{'fused' if args.fused else 'eager'}\nsteps {step:,} to {args.max_iters:,} of {per_step:,} tokens, "
               f"{data['train'].windows * config.block_size / per_step:,.1f} an epoch{'' if args.bench else ' -> ' + args.out}", flush=True)
-    if locked := [z for z in (args.out, *stale) if os.path.exists(z) and not (args.bench or os.access(z, os.W_OK))]:
-        raise OSError(f"{locked[0]} cannot be written to")
     def load(it):                                           # this rank's microbatches of step `it`; pinned: the copy waits for nothing
         batches = [data["train"].microbatch(it * args.grad_accum + i) for i in range(rank, args.grad_accum, size)]
         return [[z.pin_memory().to(device, non_blocking=True) if cuda else z.to(device) for z in batch] for batch in batches]
@@ -495,14 +493,19 @@ def settings(args, spec, out):
             or not ckpt and any('"args"' not in f.read_text("utf-8", "replace") for f in Path(out).glob("config.json"))     # not of a run
             or args.init_from and not ckpt and os.path.realpath(args.init_from) in map(os.path.realpath, (out, out + "/ckpt.pt"))):
         raise ValueError(f"--out {out} holds a pretrained model, that of --init_from or another program's config.json; take another --out")
+    if os.path.exists(out) and not (args.eval_only or args.bench or os.access(out, os.W_OK)):
+        raise ValueError(f"--out {out} cannot be written to")
     given = {**SCALES[args.scale], "vocab_size": (padded := -(-meta["vocab_size"] // 64) * 64)}
     if args.init_from:
-        given = ckpt["config"] if ckpt else asdict(pretrained(args.init_from, "meta").config)
+        source = ckpt or load_checkpoint(args.init_from)    # None: a pretrained model's folder
+        given = source["config"] if source else asdict(pretrained(args.init_from, "meta").config)
         if mode != given["mode"] and (given["mode"], mode) != ("baseline", "delta"):
             raise ValueError(f"--mode {mode} is another function than {given['mode']}, --init_from's; give its mode, or a baseline's delta")
         free = ["block_size", "kernel", "grad_checkpoint", *["route_heads", "delta_blocks"] * (given["mode"] == "baseline")]
         if wrong := [f"--{k} {v}" for k, v in {**vars(args), **named}.items() if k in given and k not in ("mode", *free) and v != given[k]]:
             raise ValueError(f"{', '.join(wrong)}: the model of --init_from is another; only {', '.join(free)} can be set")
+        if source and not ckpt and not prepare_data.same_tokenizer(source["data"], meta):
+            raise ValueError(f"--init_from has another tokenizer, {source['data']['encoding']}, than {args.data}, {meta['encoding']}")
     config = GPTConfig(**{**given, **{f.name: getattr(args, f.name) for f in fields(GPTConfig) if hasattr(args, f.name)}, **named})
     args.name = mode + (f":{config.route_heads}" if mode in ("mhar", "delta") else "")
     for name, value in vars(args).items():
@@ -517,9 +520,6 @@ def settings(args, spec, out):
         raise ValueError("--dtype float32 needs --param_dtype float32")
     if config.vocab_size < meta["vocab_size"] or args.init_from and args.data == DEFAULT_DATA and config.vocab_size != padded:
         raise ValueError(f"the model has {config.vocab_size} tokens, {args.data} {meta['vocab_size']}: take --data made with its tokenizer")
-    source = not ckpt and args.init_from and load_checkpoint(args.init_from)
-    if source and not prepare_data.same_tokenizer(source["data"], meta):
-        raise ValueError(f"--init_from has another tokenizer, {source['data']['encoding']}, than {args.data}, {meta['encoding']}")
     for split, needed in (("train", not args.eval_only), ("val", (args.eval_interval or args.eval_only) and not args.text)):
         tokens, path = meta[split]["tokens"], os.path.join(args.data, split + ".bin")
         if os.path.getsize(path) != tokens * np.dtype(meta["dtype"]).itemsize:
