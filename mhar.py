@@ -411,7 +411,7 @@ class GPT(nn.Module):
         recompute = c.grad_checkpoint and torch.is_grad_enabled()
         run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if recompute else (lambda f, *args: f(*args))
         rope = self.rope(torch.arange(pos0, pos0 + idx.size(1), device=idx.device))
-        if kernels and type(self.residual) is DepthRouting and not recompute:    # a subclass may read otherwise; checkpoints make reads again
+        if kernels and type(self.residual) is DepthRouting and not recompute:    # a subclass may read otherwise; a checkpoint reads again
             stream = kernels.blocked_router(self.residual.q, self.residual.g, self.residual.H, c.norm_eps)
         else:
             read = route or (kernels.route if kernels else route_ref)
